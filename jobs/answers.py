@@ -1,8 +1,8 @@
-"""Have a target answer prompts: the data that its draft is trained on.
+"""Generate a target's answers to prompts: the training data of its draft.
 
-Ray actors with the target write Parquet shards, those of held-out prompts apart. A finished shard is never written
-again, so the same command continues an interrupted run, and one with more prompts adds shards. The target can write
-prompts, too (`--num-own-prompts`), where none of the right kind are at hand.
+Ray actors load the target and write Parquet shards. Held-out prompts have separate shards. A finished shard is never
+rewritten, so the same command continues an interrupted run, and a command with more prompts adds shards. The target
+can also write prompts (`--num-own-prompts`) when no suitable set exists.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from jobs.common.progress import show_progress
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
 OWN_PROMPTS = "own-prompts"
-# First words of the user's turn in prompts of the target's own. Half are empty; the others ask for kinds of answer
-# that a small model would rarely ask for by itself.
+# First words of the user's turn in prompts that the target writes. Half are empty; the others ask for kinds of
+# answers that a small model rarely asks for without help.
 OPENINGS = (
     *("", "Write a Python function", "", "Explain", "", "A shop sells", "", "Write a short"),
     *("", "How can I", "", "Imagine you are", "", "What is the difference between", "", "Complete this"),
@@ -47,27 +47,27 @@ class AnswersConfig(Config):
     prompts: tuple[str, ...] = Field(default=TRAINING_PROMPTS, min_length=1)
     """Training prompt sets and files, NAME or NAME:COUNT. Never a benchmark's test set."""
     num_own_prompts: int = Field(default=0, ge=0)
-    """Prompts that the target writes itself, besides; unfit ones are left out."""
+    """Additional prompts that the target writes; unusable ones are dropped, so there may be fewer."""
     held_out: float = Field(default=0.04, gt=0, lt=1)
-    """Share of the prompts that is never trained on, chosen by a hash of their text."""
+    """Share of the prompts that is held out from training, selected by a hash of the text."""
     max_prompt_tokens: int = Field(default=500, ge=1)
-    """Longer prompts are left out."""
+    """Longer prompts are skipped."""
     max_new_tokens: int = Field(default=192, ge=2)
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     temperatures: tuple[float, ...] = Field(default=(0.0, 0.0, 1.0), min_length=1)
-    """Temperatures of the answers, in turn."""
+    """Sampling temperatures; answers cycle through them."""
     prompts_per_shard: int = Field(default=256, ge=1)
-    """Prompts answered together, and lost with their worker."""
+    """Prompts answered together in one shard; a lost worker loses at most this many."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the choice of prompts, of the split and of the answers."""
+    """Seed of the selection of prompts, the held-out split and the answers."""
     resources: Resources = Resources()
-    """Resources of the actors."""
+    """Resources of the Ray actors."""
     answers: Path = Path("runs/answers")
-    """Directory of the shards: `train/`, `held_out/`, and the target's own prompts."""
+    """Output directory of the shards: `train/`, `held_out/`, and the prompts that the target wrote."""
 
 
 class AnswerShard(NamedTuple):
-    """Prompts answered together, their sampling, and the file of their answers."""
+    """Prompts answered together, the sampling of each, and the file of their answers."""
 
     path: Path
     prompts: tuple[Prompt, ...]
@@ -75,22 +75,22 @@ class AnswerShard(NamedTuple):
 
 
 class AnswerShards(NamedTuple):
-    """Shards to train on, and held-out ones."""
+    """Training shards and held-out shards."""
 
     train: tuple[AnswerShard, ...]
     held_out: tuple[AnswerShard, ...]
 
 
 def run(config: AnswersConfig) -> AnswerShards:
-    """Write the shards that are missing; raises ValueError for bad input before Ray starts."""
+    """Write the missing shards; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.answers, "answers")
-    plan(config, own=())
+    plan(config, own_prompts=())
     with Lease(config.answers) as lease:
         remove_unfinished(config.answers)
         connect(include_dashboard=True)
-        own = write_own_prompts(config, lease, range(config.num_own_prompts))
-        shards = plan(config, own)
-        # In a random order, so that an unfinished run has some of every set.
+        own_prompts = write_own_prompts(config, lease, range(config.num_own_prompts))
+        shards = plan(config, own_prompts)
+        # In a random order, so that an unfinished run has shards of every set.
         train = random.Random(config.seed).sample(shards.train, len(shards.train))
         missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
         written = pooled(AnswerWorker, config, missing, "answer", config.resources)
@@ -98,18 +98,18 @@ def run(config: AnswersConfig) -> AnswerShards:
         return shards
 
 
-# --- which prompts ---
+# --- selection of prompts ---
 
 
-def plan(config: AnswersConfig, own: Sequence[Prompt]) -> AnswerShards:
-    """Shards of all prompts, each text once.
+def plan(config: AnswersConfig, own_prompts: Sequence[Prompt]) -> AnswerShards:
+    """Shards of all prompts, without repeated texts.
 
-    Shards are cut set by set, so another set leaves those of the present sets as they are. Raises ValueError for
-    prompts that leave nothing to train on or nothing held out.
+    Each prompt set has separate shards, so an additional set leaves the existing shards unchanged. Raises
+    ValueError if there are no training prompts or no held-out prompts.
     """
     seen: set[str] = set()
     shards = AnswerShards((), ())
-    for prompts in (*(load_counted(name, config.seed) for name in config.prompts), own):
+    for prompts in (*(load_counted(name, config.seed) for name in config.prompts), own_prompts):
         train, held_out = split(_unseen(prompts, seen), config.held_out, config.seed)
         shards = AnswerShards(
             (*shards.train, *_cut(config, "train", train)), (*shards.held_out, *_cut(config, "held_out", held_out))
@@ -122,10 +122,10 @@ def plan(config: AnswersConfig, own: Sequence[Prompt]) -> AnswerShards:
 
 
 def _unseen(prompts: Sequence[Prompt], seen: set[str]) -> list[Prompt]:
-    """Prompts whose text is not in `seen`, which they join."""
+    """Prompts whose text is not in `seen`; adds their texts to `seen`."""
     unseen = []
     for prompt in prompts:
-        # Greetings differ by case and punctuation only; one of each is enough.
+        # Greetings often differ only in case and punctuation; one of them is enough.
         key = "".join(filter(str.isalnum, prompt.text.lower()))
         if key not in seen:
             seen.add(key)
@@ -134,7 +134,7 @@ def _unseen(prompts: Sequence[Prompt], seen: set[str]) -> list[Prompt]:
 
 
 def load_counted(name: str, seed: int) -> list[Prompt]:
-    """Prompts of NAME or NAME:COUNT."""
+    """Load the prompts of NAME or NAME:COUNT; raises ValueError for another form."""
     base, colon, count = name.rpartition(":")
     if colon and not count.isdecimal():
         raise ValueError(f"prompts {name!r}: must be NAME or NAME:COUNT")
@@ -142,20 +142,20 @@ def load_counted(name: str, seed: int) -> list[Prompt]:
 
 
 def _cut(config: AnswersConfig, folder: str, prompts: Sequence[Prompt]) -> list[AnswerShard]:
-    """Shards of a side of one set. A file's name holds all that its answers depend on."""
+    """Shards of one set in `folder`. The file name contains a hash of everything that the answers depend on."""
     shards = []
     for start in range(0, len(prompts), config.prompts_per_shard):
-        chosen = tuple(prompts[start : start + config.prompts_per_shard])
+        shard_prompts = tuple(prompts[start : start + config.prompts_per_shard])
         sampling = tuple(
             Sampling(config.temperatures[i % len(config.temperatures)], seed=config.seed + i)
-            for i in range(start, start + len(chosen))
+            for i in range(start, start + len(shard_prompts))
         )
-        # Only the first turn is asked.
-        asked = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in chosen]
-        key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, asked, sampling))
+        # Only the first turn is sent.
+        turns = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in shard_prompts]
+        key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, turns, sampling))
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        path = config.answers.absolute() / folder / f"{chosen[0].set}-{start:06d}-{digest}.parquet"
-        shards.append(AnswerShard(path, chosen, sampling))
+        path = config.answers.absolute() / folder / f"{shard_prompts[0].set}-{start:06d}-{digest}.parquet"
+        shards.append(AnswerShard(path, shard_prompts, sampling))
     return shards
 
 
@@ -163,7 +163,7 @@ def _cut(config: AnswersConfig, folder: str, prompts: Sequence[Prompt]) -> list[
 
 
 class AnswerWorker:
-    """Ray actor with the target in bf16. Answers are training data here, so exactness is not needed."""
+    """Ray actor with the target in bf16: the answers are training data, so exactness is not needed."""
 
     def __init__(self, config: AnswersConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
@@ -185,7 +185,7 @@ class AnswerWorker:
         return sum(len(answer.tokens) - answer.num_prompt_tokens for answer in answers)
 
     def write_prompts(self, task: tuple[Path, range, Sequence[str]]) -> int:
-        """Write a file of prompts, one a seed at most; returns their number."""
+        """Write a file of prompts, at most one per seed; returns their number."""
         path, seeds, openings = task
         texts = write_prompts(self.pair, seeds, openings)
         lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
@@ -196,7 +196,7 @@ class AnswerWorker:
 def write_own_prompts(
     config: AnswersConfig, lease: Lease, seeds: range, openings: Sequence[str] = OPENINGS
 ) -> list[Prompt]:
-    """Prompts of the target's own, one a seed at most, written file by file; files that exist are kept."""
+    """Prompts written by the target, at most one per seed, file by file; existing files are reused."""
     folder, size = config.answers.absolute() / OWN_PROMPTS, config.prompts_per_shard
     parts = [seeds[i : i + size] for i in range(0, len(seeds), size)]
     files = {folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl": part for part in parts}

@@ -1,14 +1,14 @@
-"""Evaluate: decode held-out prompts with every method, interleaved, and report what was measured.
+"""Evaluate: decode held-out prompts with every method, interleaved, and report the measurements.
 
-Methods are plain decoding (AR), every fixed block size, draft trees of fixed sizes, a random block size, learned
-policies, two choices without training (chains by running means, and that of kind `step`, which learns while it
-decodes), other drafts of the same target (`--rival-drafts`), and an oracle with each prompt's best block size in
-hindsight, a bound. One process runs them all (`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two
-purposes only: their prompts are refused as not held out, and their taus choose the best fixed block size beforehand.
-A policy keeps both of the sweeps that it was trained on.
+Methods are plain decoding (AR), fixed block sizes, draft trees of fixed sizes, a random block size, learned policies,
+two untrained methods (chains by running means, and kind `step`, which learns while it decodes), other drafts of the
+same target (`--rival-drafts`), and an oracle that knows the best block size of each prompt in hindsight (a bound).
+One process runs all of them (`jobs/evaluation/actor.py`) and decodes every text. Sweeps have two uses only: their
+prompts are refused as not held out, and their taus select the best fixed block size beforehand. A policy stores both
+for the sweeps that it was trained on.
 
-Prompts that share a queue form a group. A group is written to disk when it is done, and the same command continues
-after a kill. The result is written before it is logged to MLflow; `--relog` logs it later if MLflow was out of reach.
+Prompts that share a queue form a group. Each finished group is written to disk, and the same command continues after
+a kill. The result is written before it is logged to MLflow; `--relog` logs it later if MLflow was not reachable.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ def run(config: EvaluateConfig) -> EvaluateResult:
     with Lease(config.output) as lease, lone_actor(Evaluator, resources, config, plan) as call:
         setting: Setting = call("load")
         if setting.set_aside:
-            num, why = len(setting.set_aside), plan.reasons(setting.set_aside)
-            print(f"evaluate: {num} of {len(plan.prompts)} prompts set aside: {why}")
+            num, reasons = len(setting.set_aside), plan.reasons(setting.set_aside)
+            print(f"evaluate: {num} of {len(plan.prompts)} prompts set aside: {reasons}")
             plan = plan.without(setting.set_aside, config.group_size)
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
@@ -58,55 +58,56 @@ def run(config: EvaluateConfig) -> EvaluateResult:
 
 
 def _measure_all(call: Any, config: EvaluateConfig, plan: Plan, file: Path, lease: Lease) -> Iterator[MethodRun]:
-    """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
-    with the same settings has measured is read from their file.
+    """Measure every group in every repeat, and show progress.
+
+    `file` holds the groups that an earlier process with the same settings has finished; they are not repeated.
     """
-    places, done = list(product(range(config.repeats), range(len(plan.groups)))), _read_runs(file)
+    tasks, done = list(product(range(config.repeats), range(len(plan.groups)))), _read_runs(file)
     if done:
-        print(f"evaluate: going on after {len(done)} of {len(places)} groups")
-    progress = Progress("evaluate", len(places), "groups", len(done))
+        print(f"evaluate: going on after {len(done)} of {len(tasks)} groups")
+    progress = Progress("evaluate", len(tasks), "groups", len(done))
     config.output.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
-        for place in places:
-            if place not in done:
-                done[place] = call("measure", *place)
+        for task in tasks:
+            if task not in done:
+                done[task] = call("measure", *task)
                 lease.check()
-                log.write(json.dumps({"place": place, "runs": list(map(stored_run, done[place]))}) + "\n")
+                log.write(json.dumps({"place": task, "runs": list(map(stored_run, done[task]))}) + "\n")
                 log.flush()
                 progress.advance()
-            yield from done[place]
+            yield from done[task]
 
 
 def _runs_file(config: EvaluateConfig, plan: Plan, setting: Setting) -> Path:
-    """Where finished groups are until the result is written; other settings have files of their own."""
+    """File of the finished groups until the result is written; other settings have other files."""
     return config.output / f"runs-{_identity(config, plan, setting)[:12]}.jsonl"
 
 
 def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
-    """A hash of all that the runs depend on but the machine's moments; its device by its full name."""
+    """Hash of everything that the runs depend on: settings, models, device, prompts, step cost and policies."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
-    found = setting.pair, *setting.rivals.values(), setting.dtype, setting.device
+    machine = setting.pair, *setting.rivals.values(), setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in plan.prompts]
-    key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.price))
+    key = repr((settings, machine, list(plan.policies), prompts, plan.groups, plan.price))
     digest = hashlib.sha256(key.encode())
     for directory in plan.policies.values():
-        for file in (directory / INFO_FILE, directory / WEIGHTS_FILE):  # kind `step` has the first alone
+        for file in (directory / INFO_FILE, directory / WEIGHTS_FILE):  # kind `step` has only the first
             digest.update(file.read_bytes() if file.exists() else b"")
     return digest.hexdigest()
 
 
 def _read_runs(file: Path) -> dict[tuple[int, int], list[MethodRun]]:
-    """Groups that are done, by (repeat, group). A torn last line is cut off."""
+    """Finished groups by (repeat, group); removes an incomplete last line from the file."""
     if not file.exists():
         return {}
-    whole = file.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is empty, or torn
-    write_text(file, "".join(f"{line}\n" for line in whole))
-    found = map(json.loads, whole)
-    return {tuple(each["place"]): [_read_run(run) for run in each["runs"]] for each in found}
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]  # after the last newline: empty or incomplete
+    write_text(file, "".join(f"{line}\n" for line in lines))
+    records = map(json.loads, lines)
+    return {tuple(record["place"]): [_read_run(run) for run in record["runs"]] for record in records}
 
 
-def _read_run(found: dict[str, Any]) -> MethodRun:
-    return MethodRun(**found | {"totals": Totals(**found["totals"])})
+def _read_run(fields: dict[str, Any]) -> MethodRun:
+    return MethodRun(**fields | {"totals": Totals(**fields["totals"])})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Export: the best static drafting of a sweep, as a file that vLLM or SGLang takes.
+"""Export: the best static number of drafted tokens, as a configuration file of vLLM or SGLang.
 
-Each batch size gets the number of drafted tokens with the most expected tokens a second: tokens of a step by the
-sweep's rows, seconds of a step by its price. vLLM takes a number for each range of batch sizes, SGLang one for all.
-Nothing is decoded here.
+Each batch size gets the number of drafted tokens with the most expected tokens per second: tokens per step from the
+sweep's rows, seconds per step from its step cost. vLLM takes one number per range of batch sizes, SGLang one number
+for all of them. This job decodes nothing.
 """
 
 import json
@@ -31,34 +31,35 @@ Method = Literal["dflash", "dspark", "eagle3"]
 
 
 class ExportConfig(Config):
-    """Which sweep, for which engine, and where to."""
+    """Sweep to read, serving engine, and output."""
 
     sweep: Place = "runs/sweep"
     """Output of jobs/sweep.py."""
     price: Place | None = None
-    """Price of a step of the machine that will serve; by default the sweep's own `price.json`."""
+    """Step cost of the machine that will serve (a `price.json`); by default the sweep's."""
     engine: Literal["vllm", "sglang"] = "vllm"
+    """Engine that will serve, which decides the format of the file."""
     max_batch_size: int | None = Field(default=None, ge=1)
-    """Largest batch size to choose for; by default as many rows as the price was timed with. Larger batches take the
-    last one's number."""
+    """Largest batch size to choose for; by default the rows that the step cost was measured with. Larger batches use
+    the number of this one."""
     single: bool = False
-    """One number of drafted tokens for all batch sizes, as vLLM needs it with data parallelism; always so for
-    SGLang."""
+    """Write one number of drafted tokens for all batch sizes, which vLLM needs with data parallelism and SGLang
+    always."""
     method: Method | None = None
-    """Kind of the draft; by default eagle3 where the price is of one that proposes token by token, else dflash."""
+    """Kind of the draft; by default eagle3 if the draft proposes token by token, otherwise dflash."""
     output: Path = Path("runs/export")
-    """Directory of the file, vllm.json or sglang.yaml."""
+    """Output directory of the file, vllm.json or sglang.yaml."""
 
 
 class ExportResult(NamedTuple):
-    """The file, and what was chosen for each batch size."""
+    """The file, and the choice for each batch size."""
 
     file: Path
     chosen: StaticChoices
 
 
 class Acceptance(NamedTuple):
-    """Totals of each prompt by block size, and what made them."""
+    """Totals of each prompt by block size, and the metadata of the sweep."""
 
     totals: dict[int, PromptTotals]
     num_prompts: int
@@ -66,17 +67,19 @@ class Acceptance(NamedTuple):
 
 
 def run(config: ExportConfig) -> ExportResult:
-    """Write the file and print the table; ValueError for a price of another pair, fewer than two prompts, and where
-    plain decoding is the fastest at every batch size.
+    """Write the file and print the table.
+
+    Raises ValueError for a step cost of another pair, for fewer than two prompts, and if plain decoding is the
+    fastest at every batch size.
     """
     absolute_in_submitted_job(config.output, "output")
     swept = read_acceptance(join(config.sweep, "rows"))
     price = read_price(config.price or join(config.sweep, PRICE_FILE))
-    if found := difference(
+    if mismatch := difference(
         {"pair": price.pair._asdict(), "dtype": price.dtype},
         {"pair": swept.metadata.pair._asdict(), "dtype": swept.metadata.dtype},
     ):
-        raise ValueError(f"price and sweep are not of the same models ({found})")
+        raise ValueError(f"price and sweep are not of the same models ({mismatch})")
     batch_sizes = range(1, (config.max_batch_size or price.rows) + 1)
     chosen = choose_static(swept.totals, price, batch_sizes)
     show(chosen, swept, price, config.engine)
@@ -86,13 +89,13 @@ def run(config: ExportConfig) -> ExportResult:
     return ExportResult(file, chosen)
 
 
-def read_acceptance(place: Place) -> Acceptance:
-    """Totals of a sweep's rows; ValueError as `read_parts`."""
+def read_acceptance(rows_path: Place) -> Acceptance:
+    """Totals of a sweep's rows; raises ValueError as `read_parts` does."""
     rows, metadata = [], None
-    for part in read_parts(place):
+    for part in read_parts(rows_path):
         rows += [(row.taus, row.num_steps) for row in part.rows]
         metadata = part.metadata
-    assert metadata is not None, "read_parts gives a part or raises"
+    assert metadata is not None, "read_parts yields at least one part or raises"
     taus, steps = np.array(rows, dtype=float).transpose(1, 2, 0)  # [candidates, prompts]
     columns = enumerate(metadata.candidates)
     totals = {size: PromptTotals(taus[c] * steps[c], steps[c]) for c, size in columns}
@@ -103,7 +106,7 @@ def read_acceptance(place: Place) -> Acceptance:
 
 
 def to_text(config: ExportConfig, chosen: StaticChoices, metadata: Metadata, price: StepPrice) -> str:
-    """Content of the engine's file; ValueError where nothing is gained by drafting."""
+    """Content of the engine's file; raises ValueError if plain decoding is the fastest."""
     method = config.method or ("eagle3" if price.is_sequential else "dflash")
     if config.engine == "sglang":
         return yaml.safe_dump(sglang_options(chosen, metadata, method), sort_keys=False)
@@ -115,10 +118,10 @@ def vllm_options(chosen: StaticChoices, metadata: Metadata, method: Method, *, s
     schedule = [(first, last, size - 1) for first, last, size in ranges(chosen.choices)]
     if single:
         schedule = [(1, chosen.choices[-1].batch_size, chosen.single - 1)]
-    most = max(num for _, _, num in schedule)
-    _check_gain(most)
+    max_drafted = max(num for _, _, num in schedule)
+    _check_gain(max_drafted)
     draft = metadata.pair.draft
-    options: dict[str, Any] = {"method": method, "model": draft_place(draft), "num_speculative_tokens": most}
+    options: dict[str, Any] = {"method": method, "model": draft_place(draft), "num_speculative_tokens": max_drafted}
     if options["model"] == draft:
         options["revision"] = metadata.pair.draft_revision
     if len(schedule) > 1:
@@ -127,7 +130,7 @@ def vllm_options(chosen: StaticChoices, metadata: Metadata, method: Method, *, s
 
 
 def sglang_options(chosen: StaticChoices, metadata: Metadata, method: Method) -> dict[str, Any]:
-    """SGLang's options, as `--config` takes them; it counts the anchor among the draft tokens."""
+    """SGLang's options, as its `--config` takes them; SGLang counts the anchor as a draft token."""
     _check_gain(chosen.single - 1)
     draft = metadata.pair.draft
     options: dict[str, Any] = {
@@ -143,7 +146,7 @@ def sglang_options(chosen: StaticChoices, metadata: Metadata, method: Method) ->
 
 
 def draft_place(name: str) -> str:
-    """The directory of a draft that is on this machine, or else its name on the hub."""
+    """Directory of a local draft, otherwise its hub id."""
     if name == EMBEDDED_DRAFT:
         return str(EMBEDDED_DRAFT_DIRECTORY)
     return str(Path(name).absolute()) if Path(name).is_dir() else name
@@ -151,15 +154,15 @@ def draft_place(name: str) -> str:
 
 def _check_gain(num_drafted: int) -> None:
     if num_drafted == 0:
-        raise ValueError("plain decoding is the fastest: serve without a draft, no file is written")
+        raise ValueError("plain decoding is the fastest: serve without a draft; no file is written")
 
 
 # --- what the user sees ---
 
 
 def show(chosen: StaticChoices, swept: Acceptance, price: StepPrice, engine: str) -> None:
-    """Print a line for batch sizes 1, 2, 4 ... and the largest, and what the figures rest on."""
-    known, last = swept.metadata, len(chosen.choices)
+    """Print a row for batch sizes 1, 2, 4 ... and the largest, and the conditions of the measurement."""
+    metadata, last = swept.metadata, len(chosen.choices)
     rows = [c for c in chosen.choices if c.batch_size & (c.batch_size - 1) == 0 or c.batch_size == last]
     print(
         markdown(
@@ -175,14 +178,14 @@ def show(chosen: StaticChoices, swept: Acceptance, price: StepPrice, engine: str
             ]
         )
     )
-    by_vllm = known.versions.get("vllm")
+    vllm_version = metadata.versions.get("vllm")
     print(
-        f"tau of {swept.num_prompts} prompts at T={known.config.get('temperature', 0):g}; seconds of a step on"
+        f"tau of {swept.num_prompts} prompts at T={metadata.config.get('temperature', 0):g}; seconds of a step on"
         f" {price.device}, {price.dtype}, {price.context} tokens of context, up to {price.rows} rows (error"
-        f" {price.error:.1%}), both by {f'vLLM {by_vllm}' if by_vllm else 'this project'}. Chosen on all prompts;"
-        " intervals of 95% over the same prompts."
+        f" {price.error:.1%}), both by {f'vLLM {vllm_version}' if vllm_version else 'this project'}. Chosen on all"
+        " prompts; intervals of 95% over the same prompts."
     )
-    if engine != "vllm" or not by_vllm:
+    if engine != "vllm" or not vllm_version:
         print(f"warning: seconds of {engine}'s own steps may differ: {_remedy(engine)}")
     if last > price.rows:
         print(f"warning: batch sizes above {price.rows} are extrapolated")

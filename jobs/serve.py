@@ -1,10 +1,10 @@
-"""Server of the OpenAI API on Ray Serve: replicas of one engine each, block sizes chosen by a policy.
+"""OpenAI-compatible server on Ray Serve: every replica runs one engine, and a policy chooses its block sizes.
 
-One gateway speaks HTTP (gateway.py); each model has replicas of its own (replica.py). Another policy is loaded in
-place, and the models and the requests in flight stay. On SIGTERM and Ctrl-C the server takes no more requests,
+One gateway speaks HTTP (gateway.py); each model has its replicas (replica.py). A new policy is loaded without
+reloading the models and without interrupting requests. On SIGTERM and Ctrl-C the server accepts no more requests,
 finishes those in flight, and exits.
 
-For a permanent cluster, `--write-config serve.yaml` writes the file that `serve deploy` takes.
+For a permanent cluster, `--write-config serve.yaml` writes the file for `serve deploy`.
 """
 
 import logging
@@ -42,10 +42,10 @@ from jobs.serving.gateway import Gateway, bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 APP = "blockpilot"
-SPARE_REQUESTS = 32  # places of a replica for what is not decoded: its status, and 429s
-GATEWAY_PLACES = 100_000  # never full: the gateway refuses by itself what is too much, and answers /health meanwhile
+SPARE_REQUESTS = 32  # capacity of a replica for calls that decode nothing: its status, and 429s
+MAX_GATEWAY_REQUESTS = 100_000  # never reached: the gateway itself refuses excess requests, and still answers /health
 PORT_PATIENCE_S = 5
-HEALTH_EVERY_S = 3.0  # a replica that is broken three times in a row is replaced
+HEALTH_EVERY_S = 3.0  # Serve replaces a replica that fails three checks in a row
 REMOVAL_PATIENCE_S = 30
 REPLICA_LIMITS = "num_slots", "max_length", "max_prefill_tokens", "prefix_tokens", "max_queue", "max_new_tokens"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")  # in the Host header
@@ -55,36 +55,37 @@ class ServeConfig(ModelConfig):
     """The server: its models, address, keys and limits."""
 
     others: Annotated[tuple[ModelConfig, ...], tyro.conf.Suppress] = ()
-    """Further models, asked for by name; in Python or in the file of --write-config."""
+    """Further models, which requests select by name; set in Python or in the file of --write-config."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to listen on, of IPv4 or IPv6; 0.0.0.0 for all interfaces, :: with IPv6, too."""
+    """IPv4 or IPv6 address to listen on; 0.0.0.0 for all interfaces, :: for all including IPv6."""
     port: int = Field(default=8000, ge=1, le=65535)
+    """Port to listen on."""
     api_key_file: Path | None = None
-    """File of accepted keys, one a line; by default the key in BLOCKPILOT_API_KEY, or none."""
+    """File of accepted API keys, one per line; by default the key in BLOCKPILOT_API_KEY, or none."""
     needs_api_key: bool = False
-    """Refuse to start without a key; --write-config says so where there is one."""
+    """Refuse to start without an API key; --write-config sets this if there is one."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in the Host header that are answered, such as example.com; by default those of loopback where the server
-    listens there only, and all names elsewhere."""
+    """Accepted names in the Host header, such as example.com. By default the names of loopback if the server listens
+    only there, otherwise all names."""
     max_body_bytes: int = Field(default=2**20, ge=1)
-    """Size of a request's body; a larger one is answered 413."""
+    """Maximum size of a request body; a larger one is answered 413."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds from a request's arrival to its last token; it may ask for less (`timeout_s`)."""
+    """Maximum seconds from a request's arrival to its last token; a request may set less (`timeout_s`)."""
     body_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds in which a request's body must arrive; else 408."""
+    """Seconds in which a request's body must arrive; otherwise it is answered 408."""
     registry_every_s: float = Field(default=20.0, gt=0)
-    """Seconds between two looks for a new champion in the registry."""
+    """Seconds between two polls of the registry for a new champion."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Of the Prometheus metrics (on all interfaces), where this command starts Ray; a cluster has one of its own."""
+    """Port of the Prometheus metrics (on all interfaces) if this command starts Ray; a cluster has its own port."""
     stream_interval_s: float = Field(default=0.05, ge=0)
-    """Least seconds between two chunks of a stream; 0 for a chunk each step. A chunk costs about a millisecond of
-    CPU, so where many streams are open each sends fewer: 100 a second in all."""
+    """Minimum seconds between two chunks of a stream; 0 for a chunk at every step. A chunk costs about a millisecond
+    of CPU, so many open streams send fewer chunks each: 100 per second in total."""
     drain_s: float = Field(default=120.0, ge=0)
-    """Seconds that requests in flight have to finish when the server, or a replica, stops."""
+    """Seconds that requests in flight may take to finish when the server or a replica stops."""
     logs_prompts: bool = False
-    """Log the text of prompts, too."""
+    """Also log the text of prompts."""
     output: Path = Path("runs/serve")
-    """Folder for copies of champions, on every machine with a replica."""
+    """Directory of the copies of champions, on every machine with a replica."""
     write_config: Path | None = None
     """Write this file for `serve deploy` instead of serving."""
 
@@ -99,20 +100,20 @@ class ServeConfig(ModelConfig):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names in the Host header that are answered."""
-        of_loopback = {*LOOPBACK_NAMES, self.host, f"[{self.host}]"}
-        return self.allowed_hosts or (tuple(sorted(of_loopback)) if is_loopback(self.host) else ("*",))
+        """Accepted names in the Host header."""
+        loopback_names = {*LOOPBACK_NAMES, self.host, f"[{self.host}]"}
+        return self.allowed_hosts or (tuple(sorted(loopback_names)) if is_loopback(self.host) else ("*",))
 
     @property
     def deployments(self) -> dict[str, ModelConfig]:
-        """Models by the names of their deployments: their target's, and a number where it is that of several."""
+        """Models by the name of their deployment: the target's slug, numbered if several models share it."""
         slugs = [target_slug(model.pair.models[0]) for model in self.models]
         names = [slug if slugs.index(slug) == i else f"{slug}_{i}" for i, slug in enumerate(slugs)]
         return dict(zip(names, self.models, strict=True))
 
 
 def build_app(args: ServeConfig) -> Application:
-    """The Serve application behind Serve's proxies, for `serve deploy`; joins Ray.
+    """The Serve application behind Serve's proxies, for `serve deploy`; connects to Ray.
 
     Raises ValueError for a model or a policy that cannot be served.
     """
@@ -120,7 +121,7 @@ def build_app(args: ServeConfig) -> Application:
 
 
 def _app(args: ServeConfig, *, listens: bool) -> Application:
-    """`build_app`; with `listens` the gateway listens by itself, on this machine."""
+    """`build_app`; with `listens` the gateway itself listens, on this machine."""
     names = models_by_name(args.models)
     keys = api_keys(args.api_key_file)
     if args.needs_api_key and not keys.digests:
@@ -132,7 +133,7 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
     gateway: serve.Deployment = serve.deployment(
         name="gateway",
         ray_actor_options={"num_cpus": 0} | here,
-        max_ongoing_requests=GATEWAY_PLACES,
+        max_ongoing_requests=MAX_GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=args.drain_s,
     )(serve.ingress()(Gateway))
     return gateway.bind(
@@ -154,49 +155,49 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
 
 
 class ReplicaCpus(NamedTuple):
-    """CPU cores of each replica of a model, and why so many."""
+    """CPU cores of each replica of a model, and the reason for this number."""
 
     num: float
     why: str
 
 
 def replica_cpus(model: ModelConfig, models: Sequence[ModelConfig], *, alone: bool) -> ReplicaCpus:
-    """Those that are asked for, or else an equal share of the machine's; one in a cluster, which may have other work.
+    """The configured cores, otherwise an equal share of the machine's, or one core in a cluster.
 
-    alone: no `serve deploy`, so that this process has started Ray where RAY_ADDRESS names no cluster.
+    alone: not by `serve deploy`, so this process has started Ray unless RAY_ADDRESS names a cluster.
     """
-    asked = model.resources.num_cpus
-    if asked is not None:
-        return ReplicaCpus(asked, f"num_cpus {asked:g}")
+    num_cpus = model.resources.num_cpus
+    if num_cpus is not None:
+        return ReplicaCpus(num_cpus, f"num_cpus {num_cpus:g}")
     if os.environ.get("RAY_ADDRESS") or not alone:
         return ReplicaCpus(1, "one core of a cluster")
-    replicas, cores = sum(map(_most_replicas, models)), num_cores()
-    share = "all" if replicas == 1 else f"1/{replicas} of the"
-    return ReplicaCpus(max(1, cores // replicas), f"{share} {cores} cores of this machine")
+    num_replicas, cores = sum(map(_max_replicas, models)), num_cores()
+    share = "all" if num_replicas == 1 else f"1/{num_replicas} of the"
+    return ReplicaCpus(max(1, cores // num_replicas), f"{share} {cores} cores of this machine")
 
 
-def _most_replicas(model: ModelConfig) -> int:
+def _max_replicas(model: ModelConfig) -> int:
     return max(model.resources.num_actors, model.max_replicas)
 
 
 def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpus) -> Application:
     """The deployment of one model."""
-    resources, in_replica = model.resources, model.num_slots + model.max_queue
-    replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
+    resources, num_requests = model.resources, model.num_slots + model.max_queue
+    scaling: dict[str, Any] = {"num_replicas": resources.num_actors}
     if model.max_replicas > resources.num_actors:
         bounds = {"min_replicas": resources.num_actors, "max_replicas": model.max_replicas}
-        replicas = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
+        scaling = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
     deployment: serve.Deployment = serve.deployment(
         name=name,
         ray_actor_options=actor_options(resources.accelerator_type, cpus.num),
         health_check_period_s=HEALTH_EVERY_S,
         user_config=policy_config(model, args),
-        max_ongoing_requests=in_replica + SPARE_REQUESTS,
+        max_ongoing_requests=num_requests + SPARE_REQUESTS,
         max_queued_requests=_capacity(model) + SPARE_REQUESTS,
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
         graceful_shutdown_timeout_s=args.drain_s,
-        max_constructor_retry_count=1,  # the same models and policy would fail again
-        **replicas,
+        max_constructor_retry_count=1,  # a retry with the same models and policy would fail, too
+        **scaling,
     )(ReplicaDeployment)
     return deployment.bind(
         model.pair.load,
@@ -209,20 +210,24 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpu
 
 
 def _capacity(model: ModelConfig) -> int:
-    """Requests that all its replicas hold at most."""
-    return _most_replicas(model) * (model.num_slots + model.max_queue)
+    """Maximum number of requests in all replicas of a model."""
+    return _max_replicas(model) * (model.num_slots + model.max_queue)
 
 
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
-    """Serve's user_config of a replica: its policy. Serve carries a change of it out in place."""
-    found: dict[str, Any] = {"policy": model.policy_source}
+    """Serve's user_config of a replica: its policy. Serve applies a change without a restart."""
+    user_config: dict[str, Any] = {"policy": model.policy_source}
     if model.policy not in (AUTO, CHAMPION):
-        return found
-    return found | {"store": tracking_uri(), "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
+        return user_config
+    return user_config | {
+        "store": tracking_uri(),
+        "follow_s": args.registry_every_s,
+        "folder": str(args.output.absolute()),
+    }
 
 
 def is_open(config: ServeConfig) -> bool:
-    """True if other machines can reach the server, and no key is asked for."""
+    """True if other machines can reach the server and no API key is required."""
     return not is_loopback(config.host) and not (config.needs_api_key or api_keys(config.api_key_file).digests)
 
 
@@ -230,7 +235,7 @@ def is_open(config: ServeConfig) -> bool:
 
 
 def deploy_config(config: ServeConfig) -> dict[str, Any]:
-    """The file of `serve deploy`; policies are user_config, which Serve changes in place. It holds no API key."""
+    """Content of the file for `serve deploy`, without API keys; policies are in user_config."""
     arguments = config.model_dump(
         mode="json", exclude={"host", "port", "metrics_port", "write_config"}, exclude_defaults=True
     )
@@ -260,10 +265,10 @@ def deploy_config(config: ServeConfig) -> dict[str, Any]:
 
 
 def start(config: ServeConfig) -> str:
-    """Serve until `stop`; returns the base URL for OpenAI clients once the models are loaded."""
+    """Start the server, until `stop`; returns the base URL for OpenAI clients when the models are loaded."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         raise ValueError(
-            "RAY_AUTH_MODE disabled: Ray listens on all interfaces, and whoever reaches it runs code here;"
+            "RAY_AUTH_MODE disabled: Ray listens on all interfaces, and anyone who reaches it can run code here;"
             " leave it unset, or set it to token"
         )
     app = _app(config, listens=True)
@@ -282,7 +287,7 @@ def start(config: ServeConfig) -> str:
 
 
 def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Take no more requests, wait `drain_s` seconds for those in flight, or until `hurry`, and remove the server."""
+    """Refuse new requests, wait `drain_s` seconds, or until `hurry`, for those in flight, and remove the server."""
     if drain_s > 0:
         _drain(serve.get_app_handle(APP), drain_s, hurry)
     serve.delete(APP, _blocking=False)
@@ -295,16 +300,16 @@ def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> N
 
 
 def _expect_killed_controller() -> None:
-    """Keep Ray from printing errors for the calls that wait for Serve's controller, which ends by killing itself.
+    """Suppress Ray's error messages about calls to Serve's controller, which ends by killing itself.
 
-    As RAY_DEDUP_LOGS_SKIP_REGEX does, which is read as Ray is imported.
+    RAY_DEDUP_LOGS_SKIP_REGEX does the same, but is read when Ray is imported.
     """
     if stdout_deduplicator.skip_re is None:
         stdout_deduplicator.skip_re = re.compile(r"Task ServeController\.\w+ failed\..* was killed by `ray\.kill`")
 
 
 def _drain(gateway: DeploymentHandle[Any], drain_s: float, hurry: Callable[[], bool]) -> None:
-    """New requests are answered 503 meanwhile; what does not end in time ends with an error."""
+    """Refuse new requests with 503; requests that do not finish in time end with an error."""
     deadline = time.monotonic() + drain_s
     try:
         while gateway.drain.remote().result(timeout_s=5):
@@ -313,7 +318,7 @@ def _drain(gateway: DeploymentHandle[Any], drain_s: float, hurry: Callable[[], b
                 time.sleep(0.5)  # for the last events
                 return
             time.sleep(0.1)
-    except (RayError, TimeoutError) as error:  # it is gone, or hangs
+    except (RayError, TimeoutError) as error:  # it has ended or hangs
         logging.getLogger(__name__).warning("the gateway does not answer: %s", error)
 
 
@@ -326,7 +331,7 @@ def _failure() -> str:
 
 
 def _wait_for_port(host: str, port: int) -> None:
-    """Wait for the port, which a server that exited may hold a moment; ValueError if it stays taken."""
+    """Wait for the port, which a server that exited may hold briefly; raises ValueError if it stays taken."""
     deadline = time.monotonic() + PORT_PATIENCE_S
     while True:
         try:
@@ -339,38 +344,38 @@ def _wait_for_port(host: str, port: int) -> None:
 
 
 def what_runs(deployment: str) -> str:
-    """Policy of a model, dtype and threads, each with the reason where it was not asked for; and a missing draft."""
+    """One line on a model's policy, dtype and threads, with the reasons of defaults, and on a missing draft."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, APP)
-    found = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)
-    policy, why = found["policy"], found["chosen"]
+    status = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)
+    policy, reasons = status["policy"], status["chosen"]
     reason = f" ({policy['error']})" if policy.get("error") else ""
-    draft = "" if found["draft"] != NO_DRAFT else f"no draft ({WITHOUT_DRAFT}; --draft names one), "
-    threads = f"{found['num_threads']} thread{'s' if found['num_threads'] > 1 else ''}"
-    dtype = f"in {found['dtype']} ({why['dtype']})"
-    return f"{draft}policy {policy['name']}{reason}, {dtype} on {threads} ({why['num_threads']})"
+    draft = "" if status["draft"] != NO_DRAFT else f"no draft ({WITHOUT_DRAFT}; --draft names one), "
+    threads = f"{status['num_threads']} thread{'s' if status['num_threads'] > 1 else ''}"
+    dtype = f"in {status['dtype']} ({reasons['dtype']})"
+    return f"{draft}policy {policy['name']}{reason}, {dtype} on {threads} ({reasons['num_threads']})"
 
 
 def run(config: ServeConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
     console = Console()
     if is_open(config):
-        where = netloc(config.host, config.port)
-        warning = f"anybody who reaches {where} may use this server: set BLOCKPILOT_API_KEY"
+        address = netloc(config.host, config.port)
+        warning = f"anybody who reaches {address} may use this server: set BLOCKPILOT_API_KEY"
         console.print(f"[bold red]warning[/]: {warning} or --api-key-file", soft_wrap=True)
     if config.write_config is not None:
         with whole(config.write_config) as file:
-            file.touch(mode=0o600)  # the store's address may hold a password
+            file.touch(mode=0o600)  # the address of the store may contain a password
             file.write_text(yaml.safe_dump(deploy_config(config), sort_keys=False))
         return
     url = start(config)
-    leave, hurry = threading.Event(), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
+    stopping, hurry = threading.Event(), threading.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: hurry.set() if stopping.is_set() else stopping.set())
     for deployment, model in config.deployments.items():
         names = " or ".join(model.names)
         console.print(f"serving {names} at {url} with {what_runs(deployment)}; Ctrl-C to stop", soft_wrap=True)
-    leave.wait()
-    console.print("finishing the requests in flight; Ctrl-C once more ends them")
+    stopping.wait()
+    console.print("finishing the requests in flight; press Ctrl-C again to end them")
     stop(config.drain_s, hurry.is_set)
 
 

@@ -1,9 +1,9 @@
-"""Sweep: measure every candidate block size on every prompt and write one Parquet row a prompt.
+"""Sweep: measure every candidate block size on every prompt, and write one Parquet row per prompt.
 
-Prompts are cut into shards, shards go to Ray actors that hold a pair each, and every finished shard becomes a part
+Prompts are cut into shards, Ray actors with a pair each decode the shards, and every finished shard becomes a part
 file of `<output>/rows` (`jobs/sweeping/`). Only the driver writes. The same command continues an interrupted sweep:
-prompts that have a row are skipped. What cannot be swept is set aside in `<output>/rejects.jsonl` and tried again by
-the next run. The seconds of a step are measured at the end, when nothing decodes.
+prompts that have a row are skipped. Prompts that cannot be swept are listed in `<output>/rejects.jsonl` and tried
+again by the next run. The step cost is measured at the end, when nothing else decodes.
 """
 
 import platform
@@ -37,47 +37,48 @@ from jobs.sweeping.vllm_worker import VllmSweepOptions, VllmSweepWorker
 
 
 class SweepConfig(Config):
-    """What to sweep, with which pair, and where to."""
+    """Pair, prompts, candidates and output of a sweep."""
 
     pair: PairConfig = PairConfig()
     prompts: tuple[str, ...] = Field(default=("demo",), min_length=1)
-    """Prompt sets by name, and files (docs/your-own-pair.md)."""
+    """Names of prompt sets, and prompt files (docs/your-own-pair.md)."""
     num_prompts: int | None = Field(default=None, ge=1)
-    """Prompts of each set and file; all of them by default."""
+    """Number of prompts of each set and file; by default all."""
     shuffle_seed: int = 0
-    """Draws which prompts of a set come first."""
+    """Seed of the order in which the prompts of a set are taken."""
     candidates: tuple[int, ...] | None = None
-    """Block sizes, ascending; 1 is plain decoding. Default: the draft's trained one and two to each side."""
+    """Candidate block sizes, ascending; 1 is plain decoding. By default the block size that the draft was trained
+    for, and two on each side of it."""
     engine: Literal["blockpilot", "vllm"] = "blockpilot"
-    """vllm: the answers are vLLM's, for pairs that only it can hold; by `--method decode` (docs/vllm.md)."""
+    """Engine that decodes. vllm: for pairs that only vLLM can load; needs `--method decode` (docs/vllm.md)."""
     vllm: VllmSweepOptions = VllmSweepOptions()
     method: Method = "replay"
-    """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
-    walk passes over. decode: really decode with every candidate, for comparison."""
+    """replay: decode each prompt once, and replay its text with every candidate. dense: also draft at the positions
+    that a replay skips. decode: decode with every candidate, for comparison."""
     step_samples: int = Field(default=64, ge=0)
-    """Places in a row, from a random one on, whose context vector and anchor a dense sweep records of every answer,
-    for policies that choose at every step; 2 bytes for each of their numbers."""
+    """Consecutive positions of every answer, from a random start, at which a dense sweep records context vector and
+    anchor: training data of policies of kind step, 2 bytes per number."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the target's distribution; 1 is all of it."""
+    """Nucleus sampling: probability mass of the target's distribution that is kept; 1 keeps everything."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     """Seed of the sampler."""
     max_new_tokens: int = Field(default=128, ge=2)
-    """Tokens of an answer at most. The first one comes from the prefill, so one alone measures nothing."""
+    """Maximum tokens of an answer. The prefill emits the first one, so a single token would measure nothing."""
     prompts_per_shard: int = Field(default=16, ge=1)
-    """Prompts decoded together; also the prompts of a part file, and what a lost worker loses."""
+    """Prompts decoded together and written as one part file; a lost worker loses at most this many."""
     output: Place = "runs/sweep"
-    """Directory of the result, or a URI such as s3://bucket/sweep; an absolute path in a submitted job."""
+    """Output directory, or a URI such as s3://bucket/sweep; must be absolute in a submitted job."""
     resources: Resources = Resources()
     slots: int = Field(default=16, ge=1)
-    """Sequences in a worker's batch."""
+    """Sequences that a worker decodes together."""
     max_attempts: int = Field(default=3, ge=1)
-    """Tries of a shard that fails or whose worker dies, before it is halved to find the prompt that does it."""
+    """Attempts at a shard that fails or whose worker dies, before it is halved to isolate the failing prompt."""
     price_rows: int = Field(default=8, ge=0)
-    """The price of a step is fitted to timed steps of so many active rows and fewer; 0: not."""
+    """Maximum batch size of the timed steps that the step cost is fitted to; 0 measures no step cost."""
     price_context: int = Field(default=256, ge=1)
-    """Tokens of context of those rows."""
+    """Tokens of context in the timed steps."""
 
     @field_validator("candidates")
     @classmethod
@@ -88,18 +89,20 @@ class SweepConfig(Config):
 
 
 class SweepResult(NamedTuple):
-    """What a sweep left in its output directory."""
+    """Content of a sweep's output directory."""
 
     rows: str  # folder of the part files
     summary: Summary
 
 
 def run(config: SweepConfig) -> SweepResult:
-    """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
+    """Run or continue a sweep; raises ValueError for bad input before Ray starts."""
     config.pair.need_draft("a sweep")
     absolute_in_submitted_job(config.output, "output")
     if config.engine == "vllm" and config.method != "decode":
-        raise ValueError(f"method {config.method!r} with engine 'vllm': must be 'decode', vLLM walks no known text")
+        raise ValueError(
+            f"method {config.method!r} with engine 'vllm': must be 'decode', since vLLM cannot replay a text"
+        )
     shards, prompts = _cut(config)
     folder = SweepFolder(config.output, _identity(config, shards))
     folder.check(shards)
@@ -108,17 +111,17 @@ def run(config: SweepConfig) -> SweepResult:
         rejects = _sweep(config, shards, folder, lease)
         lease.check()
         folder.write_rejects(rejects)
-        if _needs_price(config):  # a sweep that was cut between its rows and its price
+        if _needs_price(config):  # a sweep that was interrupted between its rows and its step cost
             connect()
-            kind, arguments, options = _worker(config)
-            with lone_actor(kind, config.resources, *arguments, **options) as call:
+            worker_type, arguments, options = _worker(config)
+            with lone_actor(worker_type, config.resources, *arguments, **options) as call:
                 call("load", folder.identity, _git_commit())
                 _write_price(config, call("measure_price", config.price_rows, config.price_context))
         return _finish(config, folder, sum(len(shard.ids) for shard in shards), rejects)
 
 
 def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
-    """The shards of all prompts, each prompt once and in order, and the prompts."""
+    """The shards, and the prompts in the order of the shards, without repetitions."""
     prompts = {
         prompt_ids(prompt, config.seed, config.temperature): prompt
         for name in config.prompts
@@ -131,19 +134,19 @@ def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
 
 
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
-    """The settings that rows depend on, and what the names of models, sets and files stand for today."""
-    elsewhere = {"output", "resources", "slots", "max_attempts", "price_rows", "price_context"}
-    if config.engine == "blockpilot":  # whose older sweeps do not say so
-        elsewhere |= {"engine", "vllm"}
-    return config.model_dump(mode="json", exclude=elsewhere) | {
+    """The settings that rows depend on, with a hash of the prompts and the revisions of the models."""
+    excluded = {"output", "resources", "slots", "max_attempts", "price_rows", "price_context"}
+    if config.engine == "blockpilot":  # older sweeps do not have these fields
+        excluded |= {"engine", "vllm"}
+    return config.model_dump(mode="json", exclude=excluded) | {
         "prompts_digest": digest(key for shard in shards for key in shard.ids),
         "revisions": config.pair.known_revisions(),
     }
 
 
 def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolder, lease: Lease) -> list[Reject]:
-    """Write the rows that are missing; returns the rejects in the order of the prompts."""
-    tasks = [SweepTask(shard, left) for shard in shards if (left := folder.left(shard))]
+    """Write the missing rows; returns the rejects in the order of the prompts."""
+    tasks = [SweepTask(shard, missing) for shard in shards if (missing := folder.left(shard))]
     if not tasks:
         return []
     connect()
@@ -158,8 +161,8 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
         folder.write(task.shard, outcome.rows, scheduler.metadata)
         rejects += outcome.rejects
         progress.advance(len(task.places))
-    if scheduler.last is not None:  # it has the machine to itself as far as this job goes: nothing decodes now
-        with suppress(RayError):  # it is lost: another worker will do
+    if scheduler.last is not None:  # nothing of this job decodes now
+        with suppress(RayError):  # a lost worker: `run` starts another one
             if _needs_price(config):
                 size = config.price_rows, config.price_context
                 _write_price(config, result(scheduler.last.measure_price.remote(*size)))
@@ -172,9 +175,9 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
 
 
 class SweepWorker:
-    """An actor that loads a pair once and sweeps shards with it.
+    """Ray actor that loads a pair once and sweeps shards with it.
 
-    It alone imports torch and transformers, which take seconds.
+    Only this actor imports torch and transformers, which takes seconds.
     """
 
     def __init__(self, config: SweepConfig) -> None:
@@ -186,7 +189,7 @@ class SweepWorker:
         self._candidates: list[int] = []
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
-        """Load the pair; returns what goes into every part file. ValueError for candidates that do not fit it."""
+        """Load the pair; returns the metadata of part files. Raises ValueError for candidates that do not fit it."""
         from blockpilot.device import dtype_name
 
         self._pair = pair = self._config.pair.load()
@@ -205,7 +208,7 @@ class SweepWorker:
         )
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
-        """Rows and rejects of some prompts."""
+        """Rows and rejects of these prompts."""
         from blockpilot.sweep.sweep import sweep_prompts
 
         assert self._pair is not None
@@ -214,7 +217,7 @@ class SweepWorker:
         return sweep_prompts(self._pair, prompts, self._candidates, **settings)
 
     def measure_price(self, rows: int, context: int) -> StepPrice:
-        """What a step costs on this device."""
+        """Step cost on this device, up to `rows` rows with `context` tokens each."""
         from blockpilot.evaluation.pricing import measure_price
 
         assert self._pair is not None
@@ -222,14 +225,14 @@ class SweepWorker:
 
 
 def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
-    """A worker, and the reference of what its loading will return."""
-    kind, arguments, options = _worker(config)
-    worker = new_actor(kind, config.resources, *arguments, **options)
+    """A new worker, and the Ray reference of its metadata."""
+    worker_type, arguments, options = _worker(config)
+    worker = new_actor(worker_type, config.resources, *arguments, **options)
     return worker, worker.load.remote(folder.identity, _git_commit())
 
 
 def _worker(config: SweepConfig) -> tuple[type[Any], tuple[Any, ...], dict[str, object]]:
-    """Class of the workers, the arguments that make one, and options of its actor; Ray runs."""
+    """Class of the workers, its arguments, and options of the actor; Ray must be running."""
     if config.engine == "blockpilot":
         return SweepWorker, (config,), {}
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
@@ -246,34 +249,34 @@ def _write_price(config: SweepConfig, price: StepPrice) -> None:
 
 @cache
 def _git_commit() -> str:
-    """Commit of the code that runs, with -dirty if it was changed; "unknown" outside a checkout."""
+    """Commit of the running code, with -dirty for uncommitted changes; "unknown" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
 
 
-def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: Sequence[Reject]) -> SweepResult:
-    """Count, read back part by part and show everything the directory holds now."""
-    if len(rejects) == num_turns:
-        raise ValueError(f"none of the {num_turns} prompts could be swept; the first: {rejects[0].error}")
+def _finish(config: SweepConfig, folder: SweepFolder, num_rows: int, rejects: Sequence[Reject]) -> SweepResult:
+    """Read the rows back part by part, check their number, and print tables and write pictures."""
+    if len(rejects) == num_rows:
+        raise ValueError(f"none of the {num_rows} prompts could be swept; the first: {rejects[0].error}")
     summary, by_set, metadata = Summary(), defaultdict[str, Summary](Summary), folder.metadata
     for part in read_parts(folder.rows):
         summary.add(part.rows)
         for row in part.rows:
             by_set[row.prompt_set].add([row])
-    if summary.num_rows + len(rejects) != num_turns:
-        raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
+    if summary.num_rows + len(rejects) != num_rows:
+        raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_rows} prompts")
     assert metadata is not None
-    place = join(config.output, PRICE_FILE)
-    price = read_price(place) if is_file(place) else None
+    price_file = join(config.output, PRICE_FILE)
+    price = read_price(price_file) if is_file(price_file) else None
     price = price if price and price.pair == metadata.pair else None
     show(summary, by_set, metadata, config.method, price)
     for name, picture in pictures(summary, by_set, metadata.block_size, price).items():
         write_bytes(join(config.output, name), picture)
     print(f"{summary.num_rows} rows in {without_secrets(folder.rows)}")
     if rejects:
-        where = without_secrets(join(folder.place, REJECTS_FILE))
-        print(f"{len(rejects)} prompts set aside in {where}; the first: {rejects[0].error}")
+        rejects_file = without_secrets(join(folder.place, REJECTS_FILE))
+        print(f"{len(rejects)} prompts set aside in {rejects_file}; the first: {rejects[0].error}")
     return SweepResult(folder.rows, summary)
 
 

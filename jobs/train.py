@@ -1,10 +1,10 @@
-"""Train: the rows of sweeps -> a policy, through Ray Train, recorded in MLflow and registered as a new version.
+"""Train: fit a policy to the rows of sweeps with Ray Train, log it to MLflow and register it as a new version.
 
-Rows are checked, split by prompt and written to flat files before Ray Train starts; its workers map those, so nobody
-holds all rows in memory (`blockpilot/policy/dataset.py`). A killed worker costs the epochs since the last checkpoint,
-a killed driver nothing more: the same command goes on, and the result depends on neither.
+Rows are checked, split by prompt and written to flat files before Ray Train starts. Its workers memory-map the files,
+so no process holds all rows (`blockpilot/policy/dataset.py`). A killed worker or driver costs at most the epochs
+since the last checkpoint: the same command continues, with the same result.
 
-Everything is on disk before MLflow is told. Where it cannot be reached, `--relog` tells it later.
+Everything is written to disk before it is logged to MLflow; `--relog` logs it later if MLflow was not reachable.
 """
 
 import functools
@@ -45,18 +45,18 @@ def run(config: TrainConfig) -> TrainResult:
         state, _ = train(work, scaling, storage, run_name(config, data), config.max_failures)
         lease.check()
         save(config, data, state)
-        remove_folder(storage)  # the same command trains anew from here on
+        remove_folder(storage)  # from now on the same command trains from scratch
         return log(config.output, registry)
 
 
 def run_name(config: TrainConfig, data: Dataset) -> str:
-    """The name of a Ray Train run. One of the same name is continued, so it holds all that the result depends on."""
+    """Name of the Ray Train run, by which Ray continues it: a hash of everything that the result depends on."""
     key = repr((config.fit, config.validation, data.task, config.num_workers, data.id, config.leave_out))
     return f"policy-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def _work(config: TrainConfig, data: Dataset) -> None:
-    """What every Ray Train worker does."""
+    """Train in a Ray Train worker."""
     saved = saved_state()
     if data.task is None:
         _fit_prior(config, data)
@@ -65,7 +65,7 @@ def _work(config: TrainConfig, data: Dataset) -> None:
 
 
 def _fit_prior(config: TrainConfig, data: Dataset) -> None:
-    """Kind `step`: rank 0 fits a few weights in seconds, the others have nothing to do."""
+    """Kind `step`: rank 0 fits a few weights in seconds; the other ranks only report."""
     if ray.train.get_context().get_world_rank() > 0:
         report({}, None)
         return
@@ -81,8 +81,8 @@ def _fit_network(config: TrainConfig, data: Dataset, task: FitTask, saved: State
     training, validation = split_examples(data.folder, config.validation, config.fit.seed)
     network = ray.train.torch.prepare_model(new_network(training, data.metadata.vocab_size, config.fit))
     reduce = _all_reduce if world_size > 1 else _same
-    how = {"rank": rank, "world_size": world_size, "reduce": reduce}
-    fit = Fit(network, training, validation, config.fit, task, **how)
+    distributed = {"rank": rank, "world_size": world_size, "reduce": reduce}
+    fit = Fit(network, training, validation, config.fit, task, **distributed)
     if saved is not None:
         fit.load_state_dict(saved)
     while not fit.done:

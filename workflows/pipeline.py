@@ -1,4 +1,4 @@
-"""Stages that every workflow runs in order, timed: sweep -> train -> evaluate -> promote (-> serve)."""
+"""Stages that every workflow runs in order: sweep -> train -> evaluate -> promote (-> serve)."""
 
 import time
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from jobs.training.config import TrainConfig
 
 
 class Pipeline(Config):
-    """A configuration for each stage; a stage reads what those before it wrote."""
+    """Configuration of each stage; a stage reads the output of the previous ones."""
 
     sweep: sweep.SweepConfig
     train: TrainConfig
     rivals: tuple[TrainConfig, ...] = ()
-    """Further policies, for `evaluate` to measure beside it."""
+    """Trainings of further policies, which `evaluate` also measures."""
     evaluate: EvaluateConfig
     promote: promote.PromoteConfig
     serve: serve.ServeConfig
@@ -27,7 +27,7 @@ class Pipeline(Config):
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Announce a stage, and say how long it took."""
+    """Print the name of a stage, and its duration at the end."""
     print(f"\n--- {name} ---", flush=True)
     started = time.monotonic()
     yield
@@ -35,10 +35,10 @@ def stage(name: str) -> Iterator[None]:
 
 
 def learn(pipeline: Pipeline) -> EvaluateResult:
-    """Run every stage but serving: a new version is registered, measured, and promoted if it is fast enough."""
+    """Run every stage except serving: register a new version, measure it, and promote it if it is fast enough."""
     with stage("ray"):
-        Registry.open()  # one that is out of reach is known before anything is measured
-        connect(include_dashboard=True)  # Ray Train asks the dashboard whether its controller lives
+        Registry.open()  # fails early if the store is not reachable
+        connect(include_dashboard=True)  # Ray Train checks its controller through the dashboard
     with stage("sweep"):
         sweep.run(pipeline.sweep)
     with stage("train"):

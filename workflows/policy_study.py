@@ -1,15 +1,16 @@
 """Learned policies on the embedded pair: sweeps, training, evaluations at several loads, and their comparison.
 
-The policies learn from prompts that the draft was not trained on, since a draft accepts more of the answers that it
-knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
-(its model card says how many); the rest of them is left, the target writes more by itself, and three benchmarks have
-more prompts than are measured. The policy of kind `step` is measured on three benchmarks and on openings of
-conversations, all of them held out, greedily and at temperature 1, alone and in batches, beside the paper's policy,
-fixed block sizes, choices without training, and an oracle; and on code, without code among its training prompts.
+The policies are trained on prompts that the draft was not trained on: a draft has a higher acceptance on its own
+training answers, so a policy trained on those would expect too much. The embedded draft was trained on the first
+prompts of four sets (see its model card). Training prompts are the rest of these sets, further prompts written by the
+target, and the unmeasured prompts of three benchmarks. The policy of kind `step` is measured on three benchmarks and
+on conversation openings, all held out, at temperature 0 and 1, alone and in batches, and compared with the paper's
+policy, fixed block sizes, untrained methods and an oracle. Its transfer is measured on code, without code among its
+training prompts.
 
-It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
-of `workflows/policies` where none were trained; the comparison shows those of `workflows/evaluations` where none were
-measured: another machine can go on where one stopped.
+The study takes hours on two cores; `--stages` selects stages, and finished work is reused. Evaluations need only the
+policies, and use those in `workflows/policies` if none were trained; the comparison likewise uses
+`workflows/evaluations`. So another machine can continue.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer"
 KEPT = Path(__file__).parent / "policies"
 KEPT_EVALUATIONS = Path(__file__).parent / "evaluations"
 SEEN_BY_DRAFT = {"docstrings": 3000, "signatures": 3000, "chitchat": 4000, "chatterbot": 500}
-NUM_MEASURED = 64  # of a benchmark, the first ones; of those, policies learn from others
+NUM_MEASURED = 64  # first prompts of a benchmark; policies learn from later ones
 NUM_PROMPTS = {
     **{"docstrings": 200, "signatures": 150, "chitchat": 300, "chatterbot": 150},
     **{"gsm8k": 400, "humaneval": 100, "mbpp": 150},
@@ -53,7 +54,7 @@ HELD_OUT_CHITCHAT = 0.04
 CANDIDATES = (1, 2, 3, 4, 6, 8)
 TREE_SIZES = (3, 7, 15)
 BASELINES = "control", "means", "verification", "budget", "untrained", "oracle"
-OWN_SEEDS, SEEDS_PER_FILE = range(100_000, 100_800), 200  # the draft's own prompts have seeds from 0
+OWN_SEEDS, SEEDS_PER_FILE = range(100_000, 100_800), 200  # the draft's training prompts have seeds from 0
 OPENINGS = (
     *("", "A shop sells", "", "How many", "Explain", "", "If", "Write a short"),
     *("", "A farmer has", "", "Calculate", "What is", "", "There are", "Summarize"),
@@ -62,25 +63,26 @@ TEMPERATURES = (0.0, 1.0)
 
 
 class StudyConfig(Config):
-    """Where, and how much of it."""
+    """Output, stages and size of the study."""
 
     output: Path = Path("runs/study")
+    """Output directory."""
     stages: tuple[Stage, ...] = STAGES
-    """What to run, in this order; each needs those before it."""
+    """Stages to run, in this order; each needs the previous ones."""
     num_actors: int = Field(default=2, ge=1)
-    """Actors that sweep, a CPU core each."""
+    """Actors of the sweep, with one CPU core each."""
     num_training_prompts: int = Field(default=2100, ge=3)
-    """Prompts to sweep, if so many are there: two thirds greedily, one third at temperature 1."""
+    """Maximum prompts to sweep: two thirds greedily, one third at temperature 1."""
     num_prompts: int = Field(default=NUM_MEASURED, ge=2, le=NUM_MEASURED)
-    """Of each of the four sets of the evaluation."""
+    """Prompts of each of the four sets of the evaluation."""
     loads: tuple[int, ...] = (1, 4, 16)
-    """Requests at a time in the evaluations."""
+    """Concurrent requests in the evaluations."""
     temperatures: tuple[float, ...] = TEMPERATURES
-    """Of the evaluations."""
+    """Sampling temperatures of the evaluations."""
     max_new_tokens: int = Field(default=48, ge=4)
-    """Tokens of an evaluation's answers at most."""
+    """Maximum tokens of an answer in the evaluations."""
     num_cpus: int = Field(default=2, ge=1)
-    """CPU cores of an evaluation."""
+    """CPU cores of each evaluation."""
 
     @property
     def pair(self) -> PairConfig:
@@ -93,11 +95,11 @@ class StudyConfig(Config):
         return str(self.output / f"sweep-T{temperature:g}")
 
     def trained(self, name: str) -> Path:
-        """The directory of a policy that is trained here."""
+        """Directory of a policy that this study trains."""
         return self.output / f"policy-{name}"
 
     def policy(self, name: str) -> str:
-        """The directory of a policy that was trained here, or of the one that the repository keeps."""
+        """Directory of a policy: trained by this study, otherwise the one in the repository."""
         trained = self.trained(name)
         return str(trained if trained.exists() else KEPT / trained.name)
 
@@ -113,7 +115,7 @@ class StudyConfig(Config):
 
 
 def unseen(name: str, num: int) -> list[Prompt]:
-    """Prompts of a set beyond those that the draft saw or that are measured (of chitchat `held_out_chitchat`)."""
+    """Prompts of a set without the draft's training prompts and the measured or held-out ones."""
     prompts = load_prompts(name)[SEEN_BY_DRAFT.get(name, NUM_MEASURED) :]
     if name == "chitchat":
         prompts, _ = split(prompts, HELD_OUT_CHITCHAT)
@@ -126,7 +128,7 @@ def held_out_chitchat() -> list[Prompt]:
 
 
 def own_prompts(config: StudyConfig) -> list[Prompt]:
-    """Prompts that the target writes, about four for five seeds, begun as word problems and general questions are."""
+    """Prompts written by the target, about four for five seeds, from openings of word problems and questions."""
     connect()
     resources = Resources(num_actors=config.num_actors)
     writing = AnswersConfig(answers=config.output, prompts_per_shard=SEEDS_PER_FILE, resources=resources)
@@ -164,16 +166,16 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
 
 
 def policies(config: StudyConfig) -> dict[str, TrainConfig]:
-    """The default (kind step), the paper's, and one of kind step that has seen no code."""
+    """Trainings of the default policy (kind step), the paper's, and one of kind step without code."""
     sweeps = tuple(map(config.sweep, TEMPERATURES))
     default = TrainConfig(sweep=sweeps, output=config.trained("step"), register_version=False)
-    # A quarter of the paper's width, from 1024 to 4096 of which it reports little difference: 7 MB, not 42.
+    # A quarter of the paper's width: 7 MB instead of 42. The paper reports little difference from 1024 to 4096.
     paper = FitSettings("prompt", 512, epochs=100, batch_size=32, lr=3e-4, dropout=0.2, patience=20)
     paper = replace(paper, anneal=False, weight_decay=0.0)
-    of_paper = {"fit": paper, "candidates": CANDIDATES, "output": config.trained("class")}
+    paper_update = {"fit": paper, "candidates": CANDIDATES, "output": config.trained("class")}
     return {
         "step": default,
-        "class": default.model_copy(update=of_paper),
+        "class": default.model_copy(update=paper_update),
         "no-code": default.model_copy(update={"leave_out": CODE_SETS, "output": config.trained("no-code")}),
     }
 
@@ -197,7 +199,7 @@ def evaluate_config(config: StudyConfig, temperature: float, load: int) -> Evalu
 
 
 def transfer_config(config: StudyConfig) -> EvaluateConfig:
-    """Code, by the policy and by the one that has seen none."""
+    """Evaluation on code of the policy trained without code, and of the default one."""
     return EvaluateConfig(
         pair=config.pair,
         prompts=("humaneval", "mbpp"),
@@ -213,23 +215,23 @@ def transfer_config(config: StudyConfig) -> EvaluateConfig:
 
 
 def evaluations(config: StudyConfig) -> Sequence[EvaluateConfig]:
-    return [evaluate_config(config, each, load) for each in config.temperatures for load in config.loads]
+    return [evaluate_config(config, t, load) for t in config.temperatures for load in config.loads]
 
 
 def finished(output: Path) -> Path | None:
-    """Where the result of an evaluation is: its output, or the figures of it that the repository keeps."""
-    places = (output, KEPT_EVALUATIONS / output.name)
-    return next((place for place in places if (place / RESULT_FILE).exists()), None)
+    """Directory of the result of an evaluation: its output, otherwise the one in the repository."""
+    directories = (output, KEPT_EVALUATIONS / output.name)
+    return next((directory for directory in directories if (directory / RESULT_FILE).exists()), None)
 
 
 def compare(config: StudyConfig) -> str:
-    """Print, write and draw the speed-ups of all evaluations that there are, measured here or kept.
+    """Print, write and plot the speed-ups of all finished evaluations.
 
-    A method that all of them have also gets its geometric mean. ValueError where there is no evaluation.
+    Methods of all evaluations also have a geometric mean. Raises ValueError without any evaluation.
     """
     speed_ups = dict[str, dict[str, Interval]]()
-    for place in filter(None, (finished(each.output) for each in evaluations(config))):
-        content = json.loads((place / RESULT_FILE).read_text(encoding="utf-8"))
+    for directory in filter(None, (finished(evaluation.output) for evaluation in evaluations(config))):
+        content = json.loads((directory / RESULT_FILE).read_text(encoding="utf-8"))
         rows = [row for row in map(read_figures, content["figures"]) if row.method != AR]
         name = load_name(content["config"]["temperature"], content["config"]["concurrency"])
         speed_ups[name] = {row.method: row.speedup for row in rows}
@@ -251,19 +253,19 @@ def _across(method: str, speed_ups: Mapping[str, Mapping[str, Interval]]) -> dic
 
 
 def run(config: StudyConfig) -> None:
-    """The stages that are wanted."""
+    """Run the configured stages."""
     if "prompts" in config.stages:
         write_prompts(config)
     if "sweep" in config.stages:
         for temperature in TEMPERATURES:
             sweep.run(sweep_config(config, temperature))
     if "train" in config.stages:
-        for of_policy in policies(config).values():
-            train.run(of_policy)
+        for training in policies(config).values():
+            train.run(training)
     if "evaluate" in config.stages:
         save_prompts(config.held_out_chitchat, held_out_chitchat())
-        for of_evaluation in evaluations(config):
-            evaluate.run(of_evaluation)
+        for evaluation in evaluations(config):
+            evaluate.run(evaluation)
     if "transfer" in config.stages:
         evaluate.run(transfer_config(config))
     if "compare" in config.stages:

@@ -1,10 +1,10 @@
 """The whole pipeline on the embedded pair, in minutes on two CPU cores: `make demo`.
 
-The demo's prompts are split by a hash of their text. On the training side every candidate block size is swept, and a
-policy is trained on the rows, and the paper's beside it. On the held-out side all methods really decode, in bfloat16
-where the CPU has instructions for it. The policy is registered, measured, and promoted if it beats the untrained
-choice. The champion, or while there is none that choice, is served in float32, where the answer must be exactly what
-the target writes one token at a time. A second run reuses the sweep's rows and registers a new version.
+The demo's prompts are split by a hash of their text. On the training prompts every candidate block size is swept, and
+a policy and the paper's policy are trained on the rows. On the held-out prompts all methods decode, in bfloat16 if
+the CPU has instructions for it. The policy is registered, measured, and promoted if it beats the untrained choice.
+The champion (or the untrained choice while there is none) is served in float32, and its answer must equal exactly
+what the target writes one token at a time. A second run reuses the sweep's rows and registers a new version.
 """
 
 import socket
@@ -28,7 +28,7 @@ from jobs.training.config import TrainConfig
 from workflows.pipeline import Pipeline, learn, stage
 
 PAPER = FitSettings("prompt", 128, epochs=50, batch_size=16, dropout=0.2)
-"""The paper's policy: one block size for an answer, from the distribution after the prompt."""
+"""Settings of the paper's policy: one block size per answer, from the distribution after the prompt."""
 QUESTION = "Write a short list of three things to pack for a day at the beach."
 
 
@@ -37,19 +37,21 @@ class DemoConfig(Config):
 
     pair: PairConfig = PairConfig()
     prompts: str = "demo"
-    """A prompt set or file; part of it is held out."""
+    """Prompt set or file; a part of it is held out."""
     held_out: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the prompts that are kept for the evaluation."""
+    """Share of the prompts that is held out for the evaluation."""
     num_training_prompts: int = Field(default=48, ge=8)
+    """Maximum prompts to sweep."""
     num_prompts: int = Field(default=12, ge=2)
-    """Prompts of the evaluation."""
+    """Maximum prompts of the evaluation."""
     candidates: tuple[int, ...] = (2, 4, 6, 8)
-    """Block sizes that the paper's policy chooses from, also the fixed ones that policies are compared with."""
+    """Candidate block sizes of the paper's policy, and the fixed block sizes of the evaluation."""
     max_new_tokens: int = Field(default=48, ge=2)
-    """Tokens of every answer at most."""
+    """Maximum tokens of an answer."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the server, which ends with the demo; a free one by default."""
+    """Port of the server, which ends with the demo; by default a free one."""
     output: Path = Path("runs/demo")
+    """Output directory."""
 
 
 def pipeline(config: DemoConfig) -> Pipeline:
@@ -68,7 +70,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         resources=Resources(num_actors=2),
     )
     train = TrainConfig(sweep=(sweep.output,), output=output / "policy")
-    papers = {"output": output / "paper-policy", "fit": PAPER, "register_version": False}
+    paper_update = {"output": output / "paper-policy", "fit": PAPER, "register_version": False}
     evaluate = EvaluateConfig(
         pair=config.pair,
         prompts=(str(output / "held_out.jsonl"),),
@@ -85,7 +87,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
     return Pipeline(
         sweep=sweep,
         train=train,
-        rivals=(train.model_copy(update=papers),),
+        rivals=(train.model_copy(update=paper_update),),
         evaluate=evaluate,
         promote=PromoteConfig(model=model_name(evaluate.pair.models[0])),
         serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),
@@ -93,14 +95,14 @@ def pipeline(config: DemoConfig) -> Pipeline:
 
 
 def free_port() -> int:
-    """Number of a port that is free now."""
+    """A currently free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def split_prompts(config: DemoConfig) -> None:
-    """Write train.jsonl and held_out.jsonl, which share no prompt."""
+    """Write the disjoint files train.jsonl and held_out.jsonl."""
     train, held_out = split(load_prompts(config.prompts), config.held_out)
     save_prompts(config.output / "train.jsonl", train)
     save_prompts(config.output / "held_out.jsonl", held_out)
@@ -108,7 +110,7 @@ def split_prompts(config: DemoConfig) -> None:
 
 
 def ask(url: str, question: str, max_tokens: int, block_size: str | int = "auto") -> str:
-    """Stream the answer to a question through the OpenAI client, print it as it comes, and return it."""
+    """Stream the answer to a question through the OpenAI client; prints and returns it."""
     client = OpenAI(base_url=url, api_key="none")
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -148,7 +150,7 @@ def plain_answer(pair_config: PairConfig, question: str, max_tokens: int) -> str
 
 
 def run(config: DemoConfig) -> None:
-    """Run all stages; raises RuntimeError for a served answer that is not the target's own."""
+    """Run all stages; raises RuntimeError if a served answer differs from the target's."""
     stages = pipeline(config)
     split_prompts(config)
     measured = learn(stages)

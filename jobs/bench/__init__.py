@@ -1,1 +1,1 @@
-"""Benchmarks that anybody can run."""
+"""Benchmarks."""

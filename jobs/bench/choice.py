@@ -1,9 +1,9 @@
-"""Bench of the choice of every step: its cost, and by replay its gain.
+"""Benchmark of the controller: its overhead per step, and its expected speed-up by replay.
 
-Costs are microseconds of a step's plan, selection and learning, as they are in a loop and after CACHE_BYTES were read
-in between, as a step reads its weights. With a dense sweep its steps are replayed: what every fixed way and the
-choice would have made of them at the price that lies beside it (`price.json`). A replay is a diagnostic and no
-result: it knows no timing noise and takes the price for exact; jobs/evaluate.py decodes.
+Overheads are microseconds of planning, selection and learning in a step, in a tight loop, and with CACHE_BYTES read
+in between, as a step reads its weights. With a dense sweep, its steps are replayed by every fixed method and by the
+controller at the sweep's step cost (`price.json`). A replay is a diagnostic, not a result: it has no timing noise and
+assumes that the step cost is exact; jobs/evaluate.py decodes.
 """
 
 import time
@@ -42,23 +42,23 @@ TREES = 3, 7, 15  # nodes
 
 
 class ChoiceConfig(Config):
-    """Numbers of rows, and the sweep to replay."""
+    """Batch sizes, and the sweep to replay."""
 
     rows: tuple[int, ...] = Field(default=(1, 4, 16), min_length=1)
-    """Rows that decode together."""
+    """Batch sizes: rows that decode together."""
     num_steps: int = Field(default=200, ge=1)
-    """Steps that are timed."""
+    """Number of timed steps."""
     sweep: Place | None = None
-    """A dense sweep with the step cost beside it, to replay."""
+    """A dense sweep with its step cost, to replay."""
     policy: Place | None = None
-    """A policy of kind step, to replay beside the untrained choice."""
+    """A policy of kind step, to replay in addition to the untrained choice."""
 
 
 def run(config: ChoiceConfig) -> str:
-    """The tables, printed too. Raises ValueError for a sweep that is not dense."""
+    """Print and return the tables. Raises ValueError for a sweep that is not dense."""
     torch.set_num_threads(1)
     tables = [
-        "Microseconds of the choice of a step:",
+        "Microseconds of the choice in a step:",
         markdown([_cost(num, config.num_steps) for num in config.rows]),
     ]
     if config.sweep is not None:
@@ -69,55 +69,55 @@ def run(config: ChoiceConfig) -> str:
             if not isinstance(policy := load_policy(config.policy), StepPolicy):
                 raise ValueError(f"policy {config.policy}: of kind prompt; must be of kind step")
             priors["policy"] = policy
-        tables += ["", f"Replay of {len(texts)} texts, over plain decoding:"]
+        tables += ["", f"Speed-up over plain decoding in a replay of {len(texts)} texts:"]
         tables.append(markdown([_replay(texts, num, price, priors) for num in config.rows]))
-    print(found := "\n".join(tables))
-    return found
+    print(report := "\n".join(tables))
+    return report
 
 
-# --- what it costs ---
+# --- overhead ---
 
 
 def _cost(num_rows: int, num_steps: int) -> dict[str, str]:
-    memory, found = np.zeros(CACHE_BYTES // 8), {"rows": str(num_rows)}
+    memory, cells = np.zeros(CACHE_BYTES // 8), {"rows": str(num_rows)}
     for context in (0, *CONTEXTS):
         for name, reads in (("in a loop", False), ("between steps", True)):
             steps = _steps(num_rows, num_steps, context)
             seconds = [step(lambda: memory[::8].sum()) if reads else step(lambda: None) for step in steps]
-            of_context = f", lookup in {context:,} tokens" if context else ""
-            found[name + of_context] = f"{1e6 * float(np.mean(sorted(seconds)[: -max(1, num_steps // 10)])):.0f}"
-    return found
+            suffix = f", lookup in {context:,} tokens" if context else ""
+            cells[name + suffix] = f"{1e6 * float(np.mean(sorted(seconds)[: -max(1, num_steps // 10)])):.0f}"
+    return cells
 
 
 def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Callable[[], object]], float]]:
-    """Steps of rows whose first choice is accepted: functions of what is called between their parts, to seconds.
+    """Steps of rows that accept their first candidate; a step calls its argument between its parts, returns seconds.
 
-    With a context, rows look their texts up, of so many tokens that repeat themselves: every row has a match.
+    With a context, rows use prompt lookup in texts of that many repeating tokens, so every row has a match.
     """
     draws = np.random.default_rng(0)
     controller, rows = Controller(AcceptanceModel(NUM_SLOTS)), [_row(i, drawn=True) for i in range(num_rows)]
     log_probs = -np.sort(draws.exponential(2, (NUM_SLOTS * num_rows, NUM_CHOICES))).astype(np.float32)
-    drawn, most = np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS)
+    sampled, max_depths = np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS)
     lookup = Lookup(num_rows, context + 2 * (num_steps + NUM_WARM_UP) + 2)
     for row in rows:
         row.tokens = (draws.integers(0, 49_152, 300).tolist() * (1 + context // 300))[: max(1, context)]
 
     def step(between: Callable[[], object]) -> float:
         started = time.perf_counter()
-        paths = lookup.paths(rows, drawn, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
-        kinds = controller.kinds(drawn, paths)
-        depths = controller.plan(Planned(kinds, most), Load(0)).tolist()
+        paths = lookup.paths(rows, sampled, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
+        kinds = controller.kinds(sampled, paths)
+        depths = controller.plan(Planned(kinds, max_depths), Load(0)).tolist()
         seconds = time.perf_counter() - started
         between()  # the draft's pass
         depths = [max(1, depth) for depth in depths]
-        found = _candidates(log_probs[: sum(depths)], log_probs[: sum(depths)], drawn=True)
+        candidates = _candidates(log_probs[: sum(depths)], log_probs[: sum(depths)], drawn=True)
         started = time.perf_counter()
-        nodes, offered = _select(controller, rows, depths, found, kinds, paths)
+        nodes, offered = _select(controller, rows, depths, candidates, kinds, paths)
         seconds += time.perf_counter() - started
         between()  # the target's
         started = time.perf_counter()
-        accepted = [[0, 1] if of_row else [0] for of_row in nodes]
-        emitted = [[of_row[0].token, 0] if of_row else [0] for of_row in nodes]
+        accepted = [[0, 1] if tree else [0] for tree in nodes]
+        emitted = [[tree[0].token, 0] if tree else [0] for tree in nodes]
         outcome = verified(nodes, accepted, emitted, offered)
         controller.learn(StepOutcome(Load(num_rows, sum(depths), sum(map(len, nodes))), verified=outcome), 0.02)
         for row, tokens in zip(rows, emitted, strict=True):
@@ -136,7 +136,7 @@ def _row(request_id: int, *, drawn: bool) -> Row:
 
 
 def _candidates(scores: Array, log_probs: Array, *, drawn: bool) -> Candidates:
-    tokens = torch.arange(scores.shape[1]).expand(scores.shape)  # a choice's token is its rank
+    tokens = torch.arange(scores.shape[1]).expand(scores.shape)  # the token of a candidate is its rank
     return Candidates(
         tokens, torch.from_numpy(scores), torch.from_numpy(log_probs), torch.full((len(scores),), drawn)
     )
@@ -146,14 +146,14 @@ def _select(
     controller: Controller,
     rows: Sequence[Row],
     depths: Sequence[int],
-    found: Candidates,
+    candidates: Candidates,
     kinds: Array,
     paths: Paths | None = None,
 ) -> tuple[list[list[Node]], Offered | None]:
-    """As an engine does it, of rows that drafted these depths."""
+    """Select nodes as the engine does, for rows that drafted these depths."""
     slots = [slot for slot, depth in enumerate(depths) if depth]
-    of_slots = [depths[slot] for slot in slots]
-    offered = offer(found, slots, [True] * len(slots), of_slots, controller) if slots else None
+    slot_depths = [depths[slot] for slot in slots]
+    offered = offer(candidates, slots, [True] * len(slots), slot_depths, controller) if slots else None
     if paths is not None:
         offered = offer_paths(offered, paths, controller.model.paths.weights)
     drafted = Load(len(rows), sum(depths))
@@ -161,18 +161,20 @@ def _select(
     return grow_all(rows, offered, kinds, select, MAX_BLOCK_SIZE - 1), offered
 
 
-# --- what it brings ---
+# --- expected speed-up by replay ---
 
 
 @dataclass(frozen=True)
 class ReplayedText:
-    """A text with what the draft proposed at every anchor: ranks [N, D] of the right choices, and the choices."""
+    """A text with the draft's candidates at every anchor: ranks [N, D] of the correct ones, scores, log
+    probabilities.
+    """
 
     ranks: Array
     scores: Array
     log_probs: Array
     needed: Array
-    """[N, D] nodes of the smallest tree that accepts so far."""
+    """[N, D] nodes of the smallest tree that accepts up to this depth."""
     drawn: bool
 
     @classmethod
@@ -182,7 +184,7 @@ class ReplayedText:
             raise ValueError(f"prompt {row.prompt_id}: no steps are recorded; sweep with --method dense")
         shape = num, -1, NUM_CHOICES
         scores, log_probs = (
-            np.frombuffer(of, "<f2").astype(np.float32) for of in (row.step_scores, row.step_log_probs)
+            np.frombuffer(data, "<f2").astype(np.float32) for data in (row.step_scores, row.step_log_probs)
         )
         ranks = np.frombuffer(row.step_ranks, np.int8).reshape(num, -1)
         needed = np.frombuffer(row.step_nodes, np.uint8).reshape(num, -1)
@@ -192,82 +194,86 @@ class ReplayedText:
         return len(self.ranks)
 
     def tau(self, size: int, *, is_tree: bool) -> float:
-        """Tokens a step of chains so deep, or of trees of so many nodes."""
+        """tau of chains of depth `size`, or of trees of `size` nodes."""
         accepted = self.needed <= size if is_tree else self.ranks[:, :size] == 0
-        emitted, place, num = 1 + accepted.cumprod(axis=1).sum(axis=1), 0, 0
-        while place < len(self):
-            place, num = place + int(emitted[place]), num + 1
-        return place / num
+        emitted, position, num_steps = 1 + accepted.cumprod(axis=1).sum(axis=1), 0, 0
+        while position < len(self):
+            position, num_steps = position + int(emitted[position]), num_steps + 1
+        return position / num_steps
 
 
-class _Place(NamedTuple):
+class _Cursor(NamedTuple):
+    """Position of a row in its replayed text."""
+
     text: ReplayedText
-    place: int
+    position: int
     row: Row
 
 
 def _replay(
     texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, priors: dict[str, Prior]
 ) -> dict[str, str]:
-    """Speeds over plain decoding: of the best fixed way and of the choice."""
-    plain, deepest = num_rows / price.seconds(Load(num_rows)), texts[0].ranks.shape[1]
-    ways = {f"B={n + 1}": _fixed(texts, num_rows, price, n, is_tree=False) for n in range(1, deepest + 1)}
-    ways |= {f"tree {n}": _fixed(texts, num_rows, price, n, is_tree=True) for n in TREES}
-    best = max(ways, key=ways.__getitem__)
-    found = {"rows": str(num_rows), "best fixed way": best if ways[best] > plain else "plain"}
-    found["its speed-up"] = f"{max(ways[best], plain) / plain:.3f}"
-    return found | {name: f"{_chosen(texts, num_rows, price, prior) / plain:.3f}" for name, prior in priors.items()}
+    """Speed-ups over plain decoding of the best fixed method and of the controller with each prior."""
+    plain, max_depth = num_rows / price.seconds(Load(num_rows)), texts[0].ranks.shape[1]
+    speeds = {f"B={n + 1}": _fixed(texts, num_rows, price, n, is_tree=False) for n in range(1, max_depth + 1)}
+    speeds |= {f"tree {n}": _fixed(texts, num_rows, price, n, is_tree=True) for n in TREES}
+    best = max(speeds, key=speeds.__getitem__)
+    cells = {"rows": str(num_rows), "best fixed method": best if speeds[best] > plain else "plain"}
+    cells["its speed-up"] = f"{max(speeds[best], plain) / plain:.3f}"
+    return cells | {name: f"{_chosen(texts, num_rows, price, prior) / plain:.3f}" for name, prior in priors.items()}
 
 
 def _fixed(texts: Sequence[ReplayedText], rows: int, price: StepPrice, size: int, *, is_tree: bool) -> float:
-    """Tokens a second of chains so deep, or of trees of so many nodes."""
+    """Tokens per second of chains of depth `size`, or of trees of `size` nodes."""
     num_steps, depth = sum(len(text) / text.tau(size, is_tree=is_tree) for text in texts), min(size, NUM_SLOTS)
     load = Load(rows, rows * depth, rows * size, passes([depth], price.is_sequential))
     return sum(map(len, texts)) / num_steps * rows / price.seconds(load)
 
 
 def _chosen(texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, prior: Prior) -> float:
-    """Tokens a second of the choice at every step; texts queue for the rows, until some row has none left."""
+    """Tokens per second of the controller; texts queue for the rows, until a row has no text left."""
     controller = Controller(AcceptanceModel(texts[0].ranks.shape[1], prior), price, follows=False)
     ids, queue = count(), iter(texts)
-    rows = [_Place(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows)]
+    rows = [_Cursor(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows)]
     num_tokens, seconds = 0, 0.0
     while len(rows) == num_rows:
-        drawn = np.array([int(row.text.drawn) for row in rows])
-        most = np.array([min(row.text.ranks.shape[1], len(row.text) - row.place) for row in rows])
-        depths = controller.plan(Planned(drawn, most), Load(0)).tolist()
-        at = [(row.text, row.place, depth) for row, depth in zip(rows, depths, strict=True) if depth]
-        found = _offered(at) if at else _candidates(np.zeros((0, 1)), np.zeros((0, 1)), drawn=False)
-        nodes, _ = _select(controller, [row.row for row in rows], depths, found, drawn)
-        paths = [_path(of_row, row.text.ranks[row.place]) for of_row, row in zip(nodes, rows, strict=True)]
+        sampled = np.array([int(row.text.drawn) for row in rows])
+        max_depths = np.array([min(row.text.ranks.shape[1], len(row.text) - row.position) for row in rows])
+        depths = controller.plan(Planned(sampled, max_depths), Load(0)).tolist()
+        drafting = [(row.text, row.position, depth) for row, depth in zip(rows, depths, strict=True) if depth]
+        candidates = (
+            _candidates_at(drafting) if drafting else _candidates(np.zeros((0, 1)), np.zeros((0, 1)), drawn=False)
+        )
+        nodes, _ = _select(controller, [row.row for row in rows], depths, candidates, sampled)
+        paths = [_path(tree, row.text.ranks[row.position]) for tree, row in zip(nodes, rows, strict=True)]
         load = Load(num_rows, sum(depths), sum(map(len, nodes)), passes(depths, price.is_sequential))
-        emitted = [row.text.ranks[row.place, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]
+        emitted = [row.text.ranks[row.position, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]
         controller.learn(StepOutcome(load, verified=verified(nodes, paths, emitted)), price.seconds(load))
         seconds += price.seconds(load)
         num_tokens += sum(map(len, paths))
-        moved = [row._replace(place=row.place + len(path)) for row, path in zip(rows, paths, strict=True)]
-        rows = [row for row in moved if row.place < len(row.text)]
-        rows += [_Place(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows - len(rows))]
+        moved = [row._replace(position=row.position + len(path)) for row, path in zip(rows, paths, strict=True)]
+        rows = [row for row in moved if row.position < len(row.text)]
+        rows += [_Cursor(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows - len(rows))]
     return num_tokens / seconds if seconds else num_rows / price.seconds(Load(num_rows))
 
 
-def _offered(at: Sequence[tuple[ReplayedText, int, int]]) -> Candidates:
+def _candidates_at(drafting: Sequence[tuple[ReplayedText, int, int]]) -> Candidates:
     scores, log_probs = (
-        np.concatenate([getattr(text, name)[place, :depth] for text, place, depth in at])
+        np.concatenate([getattr(text, name)[position, :depth] for text, position, depth in drafting])
         for name in ("scores", "log_probs")
     )
-    drawn = torch.tensor([text.drawn for text, _, depth in at for _ in range(depth)])
+    drawn = torch.tensor([text.drawn for text, _, depth in drafting for _ in range(depth)])
     return _candidates(scores, log_probs, drawn=False)._replace(drawn=drawn)
 
 
-def _path(nodes: Sequence[Node], right: Array) -> list[int]:
-    """The accepted places of a tree, whose nodes are choices of a draft without contexts."""
+def _path(nodes: Sequence[Node], correct_ranks: Array) -> list[int]:
+    """The accepted path in a tree, whose nodes are candidates of a draft without edges."""
     children = {(node.parent, node.choice % NUM_CHOICES): number for number, node in enumerate(nodes, 1)}
-    places, number, path = places_of(nodes), 0, [0]
-    for rank in right.tolist():
+    columns, number, path = places_of(nodes), 0, [0]
+    for rank in correct_ranks.tolist():
         if rank < 0 or (number := children.get((number, rank), -1)) < 0:
             break
-        path.append(places[number])
+        path.append(columns[number])
     return path
 
 

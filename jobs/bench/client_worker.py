@@ -1,8 +1,8 @@
-"""Uses of a client library against a server, in a process that has the library.
+"""Test cases of a client library against a server, in a process that has the library installed.
 
-Run by `jobs/bench/clients.py`, by the Python of the client's environment, which need not have BlockPilot: this file
-imports a client and the standard library only. Standard output carries a line of JSON for every use; what a library
-prints there goes to standard error. Models are small: a use succeeds by its form, not by what the model says.
+Run by `jobs/bench/clients.py` with the Python of the client's environment, which need not have BlockPilot: this file
+imports only a client and the standard library. It writes a line of JSON for every case to standard output; the
+libraries' own output goes to standard error. Models are small, so cases check the form of answers only.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 Uses = Mapping[str, Callable[[], object]]
-"""Uses of a client, by name; one fails by raising, or by a result that is None or empty."""
+"""Test cases by name; a case fails if it raises, or if its result is None or empty."""
 Settings = Mapping[str, str]
-"""`url` of the server's root, `model`, and `tokenizer`, the directory of the target's."""
+"""`url` of the server's root, `model`, and `tokenizer`, the directory of the target's tokenizer."""
 LENGTH = 96
 PARAMETERS = {
     "type": "object",
@@ -33,7 +33,7 @@ QUESTION = "Plan a trip to Rome."
 
 
 def openai(settings: Settings) -> Uses:
-    """The library of OpenAI."""
+    """OpenAI's library."""
     import openai
     from pydantic import BaseModel
 
@@ -43,29 +43,29 @@ def openai(settings: Settings) -> Uses:
 
     client = openai.OpenAI(base_url=f"{settings['url']}/v1", api_key=_key())
     chats, model = client.chat.completions, settings["model"]
-    asked = [{"role": "user", "content": QUESTION}]
+    chat = [{"role": "user", "content": QUESTION}]
     common = {"model": model, "temperature": 0, "max_tokens": LENGTH}
 
     def tool_loop() -> object:
         one_call = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-        answer = chats.create(messages=asked, **one_call, **common).choices[0].message
+        answer = chats.create(messages=chat, **one_call, **common).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "planned"} for call in answer.tool_calls]
-        return chats.create(messages=[*asked, answer, *results], tools=[TOOL], **common).choices[0].message.content
+        return chats.create(messages=[*chat, answer, *results], tools=[TOOL], **common).choices[0].message.content
 
     def streamed() -> str:
-        chunks = chats.create(messages=asked, stream=True, stream_options={"include_usage": True}, **common)
+        chunks = chats.create(messages=chat, stream=True, stream_options={"include_usage": True}, **common)
         return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
     def refused() -> object:
         try:
-            chats.create(messages=asked, model=model, temperature=9)
+            chats.create(messages=chat, model=model, temperature=9)
         except openai.BadRequestError as error:
             return error.param == "temperature"
         return None
 
     sampling = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"50": -100}, "seed": 1, "n": 2}
-    beyond = {"min_p": 0.05, "top_k": -1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
-    said = {
+    extra = {"min_p": 0.05, "top_k": -1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
+    neutral = {
         "metadata": {"a": "b"},
         "service_tier": "auto",
         "prompt_cache_key": "key",
@@ -73,12 +73,12 @@ def openai(settings: Settings) -> Uses:
     }
     return {
         "models": lambda: client.models.list().data,
-        "chat": lambda: chats.create(messages=asked, **common).choices[0].message.content,
+        "chat": lambda: chats.create(messages=chat, **common).choices[0].message.content,
         "chat, streamed": streamed,
-        "chat, sampling": lambda: chats.create(messages=asked, extra_body=beyond, **common, **sampling).choices[1],
-        "chat, fields that change nothing": lambda: chats.create(messages=asked, **common, **said).choices,
+        "chat, sampling": lambda: chats.create(messages=chat, extra_body=extra, **common, **sampling).choices[1],
+        "chat, fields that change nothing": lambda: chats.create(messages=chat, **common, **neutral).choices,
         "chat, tool loop": tool_loop,
-        "chat, parsed": lambda: chats.parse(messages=asked, response_format=Trip, **common).choices[0].message.parsed,
+        "chat, parsed": lambda: chats.parse(messages=chat, response_format=Trip, **common).choices[0].message.parsed,
         "completions of a list": lambda: (
             client.completions.create(prompt=["Once", "Twice"], **common).choices[1].text
         ),
@@ -165,7 +165,7 @@ def openai_agents(settings: Settings) -> Uses:
         sampling = {"temperature": 0, "max_tokens": LENGTH, "include_usage": True} | more.pop("sampling", {})
         return Agent("guide", instructions="Be brief.", model=model, model_settings=ModelSettings(**sampling), **more)
 
-    async def whole(**more: Any) -> object:
+    async def finished(**more: Any) -> object:
         return (await Runner.run(agent(**more), QUESTION)).new_items
 
     async def streamed(**more: Any) -> object:
@@ -176,13 +176,13 @@ def openai_agents(settings: Settings) -> Uses:
     tools = {"tools": [is_far], "sampling": one_call}
     sampling = {"sampling": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "metadata": {"a": "b"}}}
     return {
-        "run": lambda: asyncio.run(whole()),
+        "run": lambda: asyncio.run(finished()),
         "run, streamed": lambda: asyncio.run(streamed()),
-        "run, sampling": lambda: asyncio.run(whole(**sampling)),
-        "tool loop": lambda: asyncio.run(whole(**tools)),
+        "run, sampling": lambda: asyncio.run(finished(**sampling)),
+        "tool loop": lambda: asyncio.run(finished(**tools)),
         "tool loop, streamed": lambda: asyncio.run(streamed(**tools)),
-        "output of a type": lambda: asyncio.run(whole(output_type=Route)),
-        "handoff": lambda: asyncio.run(whole(handoffs=[agent()], sampling=one_call)),
+        "output of a type": lambda: asyncio.run(finished(output_type=Route)),
+        "handoff": lambda: asyncio.run(finished(handoffs=[agent()], sampling=one_call)),
     }
 
 
@@ -231,7 +231,7 @@ def pydantic_ai(settings: Settings) -> Uses:
 
 
 def litellm(settings: Settings) -> Uses:
-    """LiteLLM, as its provider hosted_vllm and as openai."""
+    """LiteLLM with its providers hosted_vllm and openai."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm
 
@@ -261,26 +261,26 @@ def litellm(settings: Settings) -> Uses:
         name = f"{provider}/{settings['model']}"
         return litellm.text_completion(model=name, prompt=["Once", "Twice"], **server).choices[1].text
 
-    found: dict[str, Callable[[], object]] = {}
-    for provider, of_texts in (("hosted_vllm", "hosted_vllm"), ("openai", "text-completion-openai")):
-        found |= {
+    cases: dict[str, Callable[[], object]] = {}
+    for provider, text_provider in (("hosted_vllm", "hosted_vllm"), ("openai", "text-completion-openai")):
+        cases |= {
             f"{provider}: chat": partial(chat, provider),
             f"{provider}: chat, streamed": partial(streamed, provider),
             f"{provider}: chat, sampling": partial(chat, provider, **sampling),
             f"{provider}: tool loop": partial(tool_loop, provider),
-            f"{provider}: completions of a list": partial(texts, of_texts),
+            f"{provider}: completions of a list": partial(texts, text_provider),
             f"{provider}: a full context": partial(too_long, provider),
         }
-    return found
+    return cases
 
 
 def llm(settings: Settings) -> Uses:
     """Simon Willison's llm."""
     folder = Path(tempfile.mkdtemp())
     os.environ["LLM_USER_PATH"] = str(folder)
-    of_model = f"  model_name: {json.dumps(settings['model'])}\n  api_base: {settings['url']}/v1\n"
-    chat = f"- model_id: chat\n{of_model}  supports_tools: true\n  supports_schema: true\n"
-    (folder / "extra-openai-models.yaml").write_text(f"{chat}- model_id: text\n{of_model}  completion: true\n")
+    address = f"  model_name: {json.dumps(settings['model'])}\n  api_base: {settings['url']}/v1\n"
+    chat = f"- model_id: chat\n{address}  supports_tools: true\n  supports_schema: true\n"
+    (folder / "extra-openai-models.yaml").write_text(f"{chat}- model_id: text\n{address}  completion: true\n")
     import llm
 
     model, text = llm.get_model("chat"), llm.get_model("text")
@@ -335,10 +335,10 @@ def lm_eval(settings: Settings) -> Uses:
     for name, task in tasks.items():
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test"} | data | task))
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    found: dict[str, Any] = {}
+    answers_by_task: dict[str, Any] = {}
 
     def results(name: str, batch_size: int, **more: Any) -> object:
-        """Answers of the server, which depend neither on the batch nor on the form of the prompts."""
+        """Answers of the server, which must not depend on the batch size or the form of the prompts."""
         server = {"model": settings["model"], "base_url": f"{settings['url']}/v1/completions"}
         server |= {"tokenizer": settings["tokenizer"], "tokenizer_backend": "huggingface", **more}
         done = lm_eval.simple_evaluate(
@@ -346,18 +346,18 @@ def lm_eval(settings: Settings) -> Uses:
         )
         assert done is not None
         answers = [sample["resps"] for sample in sorted(done["samples"][name], key=lambda s: s["doc_id"])]
-        assert found.setdefault(name, answers) == answers, (found[name], answers)
+        assert answers_by_task.setdefault(name, answers) == answers, (answers_by_task[name], answers)
         if name == "choice":
             assert done["results"][name]["acc,none"] == 1.0, done["results"]
         return answers
 
     kinds: dict[str, Any] = {"one by one": {"batch_size": 1}, "in batches": {"batch_size": 3}}
     kinds["in batches of strings"] = {"batch_size": 3, "tokenized_requests": False}
-    return {f"{name}, {kind}": partial(results, name, **how) for name in tasks for kind, how in kinds.items()}
+    return {f"{name}, {kind}": partial(results, name, **more) for name in tasks for kind, more in kinds.items()}
 
 
 def aiperf(settings: Settings) -> Uses:
-    """The load generator of NVIDIA, with ignore_eos."""
+    """NVIDIA's load generator, with ignore_eos."""
 
     def load(endpoint: str) -> object:
         folder = Path(tempfile.mkdtemp())
@@ -368,7 +368,8 @@ def aiperf(settings: Settings) -> Uses:
         subprocess.run([*command, "--output-artifact-dir", folder], check=True, stdout=sys.stderr)
         report = json.loads((folder / "profile_export_aiperf.json").read_text())
         assert not report["error_summary"], report["error_summary"]
-        assert report["output_sequence_length"]["min"] >= 15, report["output_sequence_length"]  # by its own tokenizer
+        lengths = report["output_sequence_length"]  # counted by its tokenizer
+        assert lengths["min"] >= 15, lengths
         return report["request_count"]["avg"] == 8
 
     return {f"{endpoint}, ignore_eos": partial(load, endpoint) for endpoint in ("chat", "completions")}
@@ -379,8 +380,8 @@ def _key() -> str:
 
 
 def run(uses: Uses) -> Iterator[dict[str, str]]:
-    """Every use, with the problem of one that did not go well."""
-    for what, use in uses.items():
+    """Run every case; yields its name and its problem, "" for none."""
+    for name, use in uses.items():
         problem = ""
         try:
             result = use()
@@ -388,12 +389,12 @@ def run(uses: Uses) -> Iterator[dict[str, str]]:
         except Exception as error:
             traceback.print_exc()
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        yield {"what": what, "problem": problem}
+        yield {"what": name, "problem": problem}
 
 
 if __name__ == "__main__":
     client, settings = sys.argv[1], json.loads(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # libraries print to standard output
     for use in run(globals()[client](settings)):
         print(json.dumps(use), file=answers, flush=True)

@@ -1,7 +1,7 @@
-"""Client libraries against a running server, each unmodified, in an environment of its own.
+"""Compatibility test of unmodified client libraries with a running server, each in a separate environment.
 
-For every client an environment is made with the versions below, and `client_worker.py` uses the server in it as the
-client's users do. A row of the table is one use. The job fails where one of them does.
+Every client gets an environment with the versions below, in which `client_worker.py` uses the server as the client's
+users do. A row of the table is one test case. The job fails if any case fails.
 
     python jobs/serve.py --served-model-name chat &
     python jobs/bench/clients.py --url http://127.0.0.1:8000
@@ -36,25 +36,26 @@ CLIENTS: Mapping[str, Sequence[str]] = {
     "lm_eval": ("lm-eval[api]==0.4.13", "transformers==5.24.0"),
     "aiperf": ("aiperf==0.13.0",),
 }
-"""Packages by client, which is a function of the worker; the first package is the client's own."""
+"""Packages by client, which is a function of the worker; the first package is the client."""
 
 
 class ClientsConfig(Config):
-    """Which clients, and the server."""
+    """Server and clients to test."""
 
     url: str = "http://127.0.0.1:8000"
     """Address of the server's root."""
     clients: tuple[str, ...] = tuple(CLIENTS)
+    """Clients to test; by default all."""
     tokenizer: Path | None = None
-    """Directory with the target's tokenizer, which lm-eval and aiperf read; by default the embedded target's."""
+    """Directory of the target's tokenizer, for lm-eval and aiperf; by default the embedded target's."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that a client may take."""
+    """Maximum seconds for all cases of a client."""
     output: Path = Path("runs/clients")
-    """Environments, which are kept, the table, and what the clients print."""
+    """Output directory: environments (reused), the table, and the logs of the clients."""
 
 
 class Use(NamedTuple):
-    """One use of the server by a client; `problem` is empty where it went well."""
+    """Result of a test case of a client; `problem` is empty if it passed."""
 
     client: str
     what: str
@@ -62,23 +63,23 @@ class Use(NamedTuple):
 
 
 def environment(client: str, folder: Path) -> Path:
-    """The Python of a client's environment, which is made where it is missing."""
-    python, made = folder / "bin" / "python", folder / "packages.json"
+    """The Python of a client's environment, which is created if it is missing."""
+    python, stamp = folder / "bin" / "python", folder / "packages.json"
     packages = list(CLIENTS[client])
-    if not made.is_file() or json.loads(made.read_text()) != packages:
+    if not stamp.is_file() or json.loads(stamp.read_text()) != packages:
         venv.create(folder, with_pip=True, clear=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
         if subprocess.run(install).returncode:
             raise ValueError(f"{client}: cannot install {', '.join(packages)}")
-        write_text(made, json.dumps(packages))
+        write_text(stamp, json.dumps(packages))
     return python
 
 
 def uses(client: str, python: Path, settings: Mapping[str, str], log: Path, timeout_s: float) -> list[Use]:
-    """What a client's worker reports; what the client prints goes to `log`."""
+    """Run a client's worker; returns its results. The output of the client goes to `log`."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("w") as errors:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, WORKER, client, json.dumps(settings)],
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -86,14 +87,14 @@ def uses(client: str, python: Path, settings: Mapping[str, str], log: Path, time
             env=variables,
             timeout=timeout_s,
         )
-    found = [Use(client, **json.loads(line)) for line in done.stdout.splitlines()]
-    if done.returncode or not found:
-        found.append(Use(client, "to its end", f"status {done.returncode}; what it said: {log}"))
-    return found
+    results = [Use(client, **json.loads(line)) for line in process.stdout.splitlines()]
+    if process.returncode or not results:
+        results.append(Use(client, "to its end", f"status {process.returncode}; what it said: {log}"))
+    return results
 
 
 def run(config: ClientsConfig) -> list[Use]:
-    """Print and write a table of all uses. Raises ValueError where one fails, or there is no server."""
+    """Print and write a table of all cases. Raises ValueError if one fails, or without a server."""
     if unknown := [client for client in config.clients if client not in CLIENTS]:
         raise ValueError(f"clients {unknown[0]!r}: must be one of {', '.join(CLIENTS)}")
     try:
@@ -103,18 +104,18 @@ def run(config: ClientsConfig) -> list[Use]:
     folder = config.output.absolute()
     tokenizer = config.tokenizer or find_target(EMBEDDED_TARGET).directory
     settings = {"url": config.url, "model": models[0]["id"], "tokenizer": str(tokenizer.absolute())}
-    found, rows = list[Use](), list[dict[str, str]]()
+    results, rows = list[Use](), list[dict[str, str]]()
     for client in config.clients:
         python = environment(client, folder / client)
         for use in uses(client, python, settings, folder / f"{client}.log", config.timeout_s):
-            found.append(use)
+            results.append(use)
             rows.append({"client": CLIENTS[client][0], "what": use.what, "result": use.problem or "ok"})
             print(" | ".join(rows[-1].values()), file=sys.stderr)
     print(markdown(rows))
     write_text(folder / "clients.md", markdown(rows) + "\n")
-    if failed := [use for use in found if use.problem]:
-        raise ValueError(f"{len(failed)} of {len(found)} uses failed; what the clients said: {folder}/*.log")
-    return found
+    if failed := [use for use in results if use.problem]:
+        raise ValueError(f"{len(failed)} of {len(results)} uses failed; logs of the clients: {folder}/*.log")
+    return results
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Load generator for an OpenAI-compatible server: streamed chats in a closed or an open loop, with arrival times.
 
-In a closed loop every client sends its next request when it has the answer to the last one. In an open loop requests
-arrive by a Poisson process, independent of the answers. A request that is refused (429) is sent again in a closed
-loop, and lost in an open one.
+In a closed loop every client sends its next request after the previous answer. In an open loop requests arrive by a
+Poisson process, independent of the answers. A refused request (429) is repeated in a closed loop, and lost in an open
+one.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ CONNECT_S, ANSWER_S = 10.0, 600.0
 
 @dataclass
 class Received:
-    """Result of one request; times are seconds of one clock. Status 0: the connection failed."""
+    """Result of one request; times are in seconds of the same clock. Status 0: the connection failed."""
 
     sent: float
     status: int = 0
     arrivals: list[float] = field(default_factory=list)
-    """Times of every piece of text."""
+    """Arrival times of the pieces of text."""
     num_tokens: int = 0
     text: str = ""
     acceptance_length: float | None = None
@@ -47,7 +47,7 @@ class Received:
 
     @property
     def token_s(self) -> float:
-        """Seconds a token after the first."""
+        """Seconds per token after the first."""
         return (self.arrivals[-1] - self.arrivals[0]) / max(self.num_tokens - 1, 1)
 
     @property
@@ -59,7 +59,7 @@ class Received:
 class Clients:
     """HTTP clients that send /v1/chat/completions bodies to `url` (which ends in /v1).
 
-    `vanish` is the share of requests whose client disconnects early.
+    `vanish`: share of requests whose client disconnects early.
     """
 
     def __init__(self, url: str, key: str | None = None, *, vanish: float = 0.0) -> None:
@@ -76,7 +76,7 @@ class Clients:
         await self._http.aclose()
 
     async def first_model(self) -> str:
-        """Id of the first model that the server has; raises ValueError where it lists none."""
+        """Id of the server's first model; raises ValueError if it lists none."""
         try:
             return str((await self._http.get("models")).json()["data"][0]["id"])
         except (httpx.HTTPError, KeyError, ValueError) as error:
@@ -100,7 +100,7 @@ class Clients:
         return received
 
     async def open_loop(self, bodies: Sequence[Mapping[str, Any]], rate: float) -> list[Received]:
-        """Send all bodies, `rate` a second on average."""
+        """Send all bodies, on average `rate` per second."""
         tasks = []
         async with asyncio.TaskGroup() as group:
             for body in bodies:
@@ -109,7 +109,7 @@ class Clients:
         return [task.result() for task in tasks]
 
     async def send(self, body: Mapping[str, Any]) -> Received:
-        """Send one request; read its answer to the end, or to where its client disconnects."""
+        """Send one request; read its answer to the end, or until the client disconnects."""
         received = Received(time.perf_counter())
         patience = self._dice.randint(1, 20) if self._dice.random() < self._vanish else None
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -148,7 +148,7 @@ class Clients:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any] | None, None]:
-    """The objects of a stream; None for its regular end."""
+    """Objects of a stream; None at its regular end."""
     async for line in response.aiter_lines():
         if line.startswith("data: "):
             data = line.removeprefix("data: ")

@@ -1,8 +1,8 @@
-"""A peer of the comparison in a process of its own: loads once, then decodes batches that it reads as lines of JSON.
+"""Worker process of a peer in the comparison: loads once, then decodes batches that it reads as lines of JSON.
 
-Run by `jobs/bench/peers.py`, by whichever Python has the peer installed: vLLM's need not have BlockPilot, so this
-file imports a peer and the standard library only. Standard output carries one line of JSON an answer; what a library
-prints there goes to standard error.
+Run by `jobs/bench/peers.py` with the Python that has the peer installed. vLLM's need not have BlockPilot, so this
+file imports only a peer and the standard library. It writes one line of JSON per batch to standard output; the
+libraries' own output goes to standard error.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any
 
 Batch = list[list[int]]
 Decode = Callable[[Batch, int], list[list[int]]]
-"""(prompts, tokens) -> the tokens of every answer."""
+"""(prompts, number of tokens) -> the tokens of every answer."""
 
 
 def blockpilot(settings: dict[str, Any]) -> Decode:
-    """This engine, with the block size `num_drafted` + 1, or the choice of every step; with no draft by lookup."""
+    """This engine, with block size `num_drafted` + 1, or adaptive; without a draft by prompt lookup."""
     import torch
 
     from blockpilot.control.acceptance import AcceptanceModel
@@ -51,7 +51,7 @@ def blockpilot(settings: dict[str, Any]) -> Decode:
 
 
 def transformers(settings: dict[str, Any]) -> Decode:
-    """`generate` of transformers on a padded batch, plainly."""
+    """`generate` of transformers on a padded batch, plain decoding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,17 +64,17 @@ def transformers(settings: dict[str, Any]) -> Decode:
         width = max(map(len, prompts))
         tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        found = model.generate(tokens, attention_mask=mask, max_new_tokens=num, do_sample=False, pad_token_id=0)
-        return [answer.tolist() for answer in found[:, width:]]
+        outputs = model.generate(tokens, attention_mask=mask, max_new_tokens=num, do_sample=False, pad_token_id=0)
+        return [answer.tolist() for answer in outputs[:, width:]]
 
     return decode
 
 
 def vllm(settings: dict[str, Any]) -> Decode:
-    """vLLM with its own speculative configuration, or none."""
+    """vLLM with a speculative configuration, or none."""
     cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    # By itself vLLM leaves a core to its own front end, and binds all threads to the others.
+    # By default vLLM reserves a core for its front end, and binds all threads to the others.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
@@ -88,21 +88,21 @@ def vllm(settings: dict[str, Any]) -> Decode:
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)
-        found = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-        return [list(request.outputs[0].token_ids) for request in found]
+        outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return [list(request.outputs[0].token_ids) for request in outputs]
 
     return decode
 
 
 def llama_cpp(settings: dict[str, Any]) -> Decode:
-    """llama-bench, one request, plainly: it decodes tokens of its own, so that its answers compare in number only."""
+    """llama-bench, one request, plain decoding; it decodes its own tokens, so only their number is comparable."""
     command = [settings["program"], "-m", settings["target"], "-t", str(settings["threads"]), "-o", "json", "-r", "1"]
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:
         (prompt,) = prompts
         test = ["-p", "0", "-n", "0", "-pg", f"{len(prompt)},{num}"]
-        (found,) = json.loads(subprocess.check_output([*command, *test], stderr=subprocess.DEVNULL))
-        settings["seconds"] = found["avg_ns"] / 1e9
+        (report,) = json.loads(subprocess.check_output([*command, *test], stderr=subprocess.DEVNULL))
+        settings["seconds"] = report["avg_ns"] / 1e9
         return [[0] * num]
 
     return decode
@@ -125,9 +125,9 @@ def main() -> None:
     for line in sys.stdin:
         batch = json.loads(line)
         started = time.perf_counter()
-        found = decode(batch["prompts"], batch["num_tokens"])
+        tokens = decode(batch["prompts"], batch["num_tokens"])
         seconds = settings.pop("seconds", time.perf_counter() - started)
-        print(json.dumps({"seconds": seconds, "answers": found}), file=answers)
+        print(json.dumps({"seconds": seconds, "answers": tokens}), file=answers)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""This engine beside what a user would take instead: transformers, llama.cpp and vLLM's CPU build.
+"""Comparison of this engine with alternatives on a CPU: transformers, llama.cpp and vLLM's CPU build.
 
-Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads;
-vLLM takes the same draft, or looks up. This engine decodes with fixed block sizes, and by the untrained choice, which
-looks up, too, with the draft and without. Peers take turns, batch by batch, each in a process of its own that loads
-once and is stopped while others work. A row is tokens a second with the prompts' time, and the median over batches of
-its ratio to the first row.
+Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads.
+vLLM uses the same draft, or lookup. This engine decodes with fixed block sizes, and by the untrained choice (which
+includes lookup), with and without the draft. Peers are interleaved batch by batch; each runs in a separate process
+that loads once and is suspended while others work. A row shows tokens per second, including the prefill, and the
+median over batches of the ratio to the first row.
 
     python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
 
@@ -38,36 +38,37 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 
 
 class PeersConfig(Config):
-    """Which peers, and the work."""
+    """Peers and workload."""
 
     pair: PairConfig = PairConfig()
     prompts: str = "demo"
     """A prompt set or file."""
     requests: tuple[int, ...] = (1, 4, 16)
-    """Decoded together."""
+    """Numbers of requests decoded together."""
     rounds: int = Field(default=3, ge=1)
-    """Batches of every number of requests, after one that warms up."""
+    """Batches per number of requests, after one for warm-up."""
     num_tokens: int = Field(default=64, ge=2)
     """Tokens of every answer."""
     block_sizes: tuple[int, ...] = (1, 4, 8)
-    """Of this engine; vLLM drafts one token less for each. 1 is plain decoding."""
+    """Block sizes of this engine; vLLM drafts one token less. 1 is plain decoding."""
     lookups: tuple[Literal["ngram", "suffix"], ...] = ()
-    """vLLM's ways of lookup, without a draft; suffix needs arctic-inference in its environment."""
+    """vLLM's lookup methods, without a draft; suffix needs arctic-inference in its environment."""
     vllm_export: Path | None = None
-    """A file of jobs/export.py that vLLM decodes with, too."""
+    """A file of jobs/export.py, as a further configuration of vLLM."""
     threads: int = Field(default=1, ge=1)
-    """Of every peer."""
+    """Threads of every peer."""
     vllm_python: Path | None = None
-    """Python of an environment with vLLM."""
+    """Python of an environment with vLLM; by default vLLM is not compared."""
     llama_bench: Path | None = None
-    """The program llama-bench of llama.cpp;"""
+    """llama.cpp's program llama-bench; by default llama.cpp is not compared."""
     gguf: Path | None = None
-    """and the target for it."""
+    """The target as a GGUF file, for llama-bench."""
     output: Path = Path("runs/peers")
+    """Output directory of the table, all answers, and the logs of the peers."""
 
 
 class Peer(NamedTuple):
-    """What a worker process is started with."""
+    """Configuration of a worker process."""
 
     name: str
     python: Path
@@ -78,19 +79,19 @@ class Peer(NamedTuple):
 
 
 class DecodedBatch(NamedTuple):
-    """A batch that a peer decoded."""
+    """A batch decoded by a peer."""
 
     seconds: float
     answers: list[list[int]]
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return sum(map(len, self.answers)) / self.seconds
 
 
 def peers(config: PeersConfig) -> list[Peer]:
-    """Those that are installed. Raises ValueError for a program or a file that is not there."""
+    """The configured peers. Raises ValueError for a program or a file that does not exist."""
     for name in ("vllm_python", "vllm_export", "llama_bench", "gguf"):
         path = getattr(config, name)
         if path is not None and not path.exists():
@@ -102,28 +103,29 @@ def peers(config: PeersConfig) -> list[Peer]:
     shared: dict[str, Any] = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
     shared |= {"num_drafted": 0, "chooses": False}
     shared |= {"target": str(find_target(target).directory), "draft": str(find_draft(draft).directory)}
-    own = Path(sys.executable)
+    this_python = Path(sys.executable)
     plain: dict[str, dict[str, Any]] = {"plain": {"num_drafted": 0}}
     fixed: dict[str, dict[str, Any]] = {_size_name(n): {"num_drafted": n - 1} for n in config.block_sizes}
     chosen: dict[str, dict[str, Any]] = {"choice": {"chooses": True}, "lookup": {"chooses": True, "draft": None}}
-    kinds = [("blockpilot", own, fixed | chosen), ("transformers", own, plain)]
+    kinds = [("blockpilot", this_python, fixed | chosen), ("transformers", this_python, plain)]
     if config.vllm_python is not None:
         kinds.append(("vllm", config.vllm_python, _vllm(config, shared["draft"])))
-    found = [
+    all_peers = [
         Peer(f"{kind}, {name}", python, shared | {"peer": kind} | drafts)
         for kind, python, by_name in kinds
         for name, drafts in by_name.items()
     ]
     if config.llama_bench is not None:
         program = {"peer": "llama.cpp", "program": str(config.llama_bench), "target": str(config.gguf)}
-        found.append(Peer("llama.cpp, plain", own, shared | program))
-    return found
+        all_peers.append(Peer("llama.cpp, plain", this_python, shared | program))
+    return all_peers
 
 
 def _vllm(config: PeersConfig, draft: str) -> dict[str, dict[str, Any]]:
     """Speculative configurations of vLLM by name; none for plain decoding."""
     lookups = {
-        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},  # as vLLM documents it
+        # As in vLLM's documentation.
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
         "suffix": {"method": "suffix", "num_speculative_tokens": 32},
     }
     speculative: dict[str, Any] = {}
@@ -142,7 +144,7 @@ def _size_name(block_size: int) -> str:
 
 @contextmanager
 def running(peer: Peer, log: Path) -> Iterator["Worker"]:
-    """The peer's process, until the end of the block; what it prints goes to `log`."""
+    """Run the peer's process until the end of the block; its output goes to `log`."""
     environment = os.environ | {"OMP_NUM_THREADS": str(peer.settings["threads"])}
     command: list[str | Path] = [peer.python, WORKER, json.dumps(peer.settings)]
     with log.open("w") as errors:
@@ -164,7 +166,7 @@ def running(peer: Peer, log: Path) -> Iterator["Worker"]:
 
 @contextmanager
 def _ended_with_this_process(group: int) -> Iterator[None]:
-    """A process group is killed, stopped or not, when this process is: a shell sees its standard input end."""
+    """Kill a process group when this process ends or is killed: a shell waits for the end of its standard input."""
     command = ["sh", "-c", f"read _; kill -s KILL -- -{group}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as shell:
         try:
@@ -174,7 +176,7 @@ def _ended_with_this_process(group: int) -> Iterator[None]:
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
-    """End a process and those that it started: vLLM's engine outlives the one that asked for it."""
+    """End a process and its children, since vLLM's engine outlives its parent."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
         os.killpg(process.pid, signal.SIGTERM)
@@ -184,7 +186,7 @@ def _end_group(process: "subprocess.Popen[str]") -> None:
 
 
 class Worker:
-    """A peer's process that is ready. It is stopped while others work: some spin for seconds after an answer."""
+    """A peer's loaded process, suspended while others work, since some peers spin for seconds after an answer."""
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
         self._process, self._log = process, log
@@ -203,13 +205,13 @@ class Worker:
         if not line:
             raise ValueError(f"a peer has ended; what it said: {self._log}")
         os.killpg(self._process.pid, signal.SIGSTOP)
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def measure(config: PeersConfig) -> dict[int, dict[str, list[DecodedBatch]]]:
-    """Batches by number of requests and name of the peer, in the same order for all."""
-    found: dict[int, dict[str, list[DecodedBatch]]] = defaultdict(lambda: defaultdict(list))
+    """Decoded batches by number of requests and name of the peer, in the same order for all peers."""
+    measured: dict[int, dict[str, list[DecodedBatch]]] = defaultdict(lambda: defaultdict(list))
     tokenizer = AutoTokenizer.from_pretrained(find_target(config.pair.models[0]).directory)
     prompts = [list(prompt.encode(tokenizer)) for prompt in load_prompts(config.prompts)]
     config.output.mkdir(parents=True, exist_ok=True)
@@ -220,48 +222,57 @@ def measure(config: PeersConfig) -> dict[int, dict[str, list[DecodedBatch]]]:
             log = config.output / f"{peer.name.replace(', ', '-')}.log"
             workers.append((peer, stack.enter_context(running(peer, log))))
         for num in config.requests:
-            every = prompts * num * config.rounds
-            batches = [every[i * num : (i + 1) * num] for i in range(config.rounds)]
-            taking = [(peer, worker) for peer, worker in workers if peer.takes(num)]
-            for _, worker in taking:
+            repeated = prompts * num * config.rounds
+            batches = [repeated[i * num : (i + 1) * num] for i in range(config.rounds)]
+            active = [(peer, worker) for peer, worker in workers if peer.takes(num)]
+            for _, worker in active:
                 worker.decode(batches[0], 4)
             for i, batch in enumerate(batches):
-                for peer, worker in taking[i % len(taking) :] + taking[: i % len(taking)]:
-                    found[num][peer.name].append(worker.decode(batch, config.num_tokens))
+                for peer, worker in active[i % len(active) :] + active[: i % len(active)]:
+                    measured[num][peer.name].append(worker.decode(batch, config.num_tokens))
                 print(f"peers: {num} requests, {i + 1}/{len(batches)} batches", flush=True)
-    return found
+    return measured
 
 
-def table(found: dict[int, dict[str, list[DecodedBatch]]]) -> str:
-    """Tokens a second and ratios, a row a peer."""
-    names = list(dict.fromkeys(name for of_load in found.values() for name in of_load))
+def table(measured: dict[int, dict[str, list[DecodedBatch]]]) -> str:
+    """Tokens per second and ratios to the first peer, a row per peer."""
+    names = list(dict.fromkeys(name for by_peer in measured.values() for name in by_peer))
     rows = []
     for name in names:
         row = {"peer": name}
-        for num, of_load in found.items():
-            first, own = of_load[names[0]], of_load.get(name)
-            ratio = median(ours.speed / theirs.speed for ours, theirs in zip(own, first, strict=True)) if own else 0
-            row[f"{num} at a time"] = f"{median(a.speed for a in own):.1f} ({ratio:.2f})" if own else "-"
+        for num, by_peer in measured.items():
+            row[f"{num} at a time"] = _speed_and_ratio(by_peer.get(name), by_peer[names[0]])
         rows.append(row)
     return markdown(rows)
 
 
-def keep(output: Path, text: str, found: dict[int, dict[str, list[DecodedBatch]]]) -> None:
-    """Write and print a table's text; write all batches, by number of requests and name, beside it."""
+def _speed_and_ratio(batches: list[DecodedBatch] | None, baseline: list[DecodedBatch]) -> str:
+    """Median speed, and median ratio to the baseline batch by batch; "-" for a peer without batches."""
+    if not batches:
+        return "-"
+    ratio = median(batch.speed / first.speed for batch, first in zip(batches, baseline, strict=True))
+    return f"{median(batch.speed for batch in batches):.1f} ({ratio:.2f})"
+
+
+def keep(output: Path, text: str, measured: dict[int, dict[str, list[DecodedBatch]]]) -> None:
+    """Write and print a table; write all batches, by number of requests and peer, to answers.json."""
     write_text(output / "table.md", text)
-    kept = {num: {name: [a._asdict() for a in of] for name, of in of_load.items()} for num, of_load in found.items()}
-    write_text(output / "answers.json", json.dumps(kept))
+    answers = {
+        num: {name: [batch._asdict() for batch in batches] for name, batches in by_peer.items()}
+        for num, by_peer in measured.items()
+    }
+    write_text(output / "answers.json", json.dumps(answers))
     print(f"\n{text}")
 
 
 def run(config: PeersConfig) -> None:
-    """Measure, print and keep the table."""
+    """Measure, and print and write the table."""
     torch.set_num_threads(config.threads)
-    found = measure(config)
+    measured = measure(config)
     settings = peers(config)[0].settings
     title = f"{config.pair.models[0]}, {settings['dtype']} on {device_name(torch.device('cpu'))}"
-    text = f"{title}: tokens/s, and times the first row.\n\n{table(found)}\n"
-    keep(config.output, text, found)
+    text = f"{title}: tokens/s, and times the first row.\n\n{table(measured)}\n"
+    keep(config.output, text, measured)
 
 
 if __name__ == "__main__":

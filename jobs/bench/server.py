@@ -1,10 +1,10 @@
-"""Load test of a running server: throughput and latency as its clients see them, by mode of choosing block sizes.
+"""Load test of a running server: throughput and latency seen by its clients, by mode of choosing block sizes.
 
-Modes take turns on one server, round by round with the same prompts. `auto` leaves the choice to the server. A number
-is that block size for every request; 1 is plain decoding. `bare:N` is the engine with block size N in this process,
-without a server, and so measures the overhead of serving; each request comes one step after the answer before it
-ended. A round of a closed loop begins and ends idle, so its tokens a second include filling and draining the batch,
-alike for all modes.
+Modes are interleaved on one server, round by round with the same prompts. `auto` leaves the choice to the server. A
+number is a fixed block size for every request; 1 is plain decoding. `bare:N` is the engine with block size N in this
+process, without a server, to measure the overhead of serving; a request arrives one step after a previous answer has
+ended. A round of a closed loop starts and ends idle, so its tokens per second include filling and draining the batch,
+in the same way for all modes.
 
     python jobs/serve.py &
     python jobs/bench/server.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
@@ -44,38 +44,41 @@ class BenchServeConfig(Config):
     """Server, requests, modes and loads."""
 
     url: str = "http://127.0.0.1:8000/v1"
+    """Base URL of the server's API."""
     model: str | None = None
-    """By default the first one that the server has."""
+    """Name of the model; by default the server's first model."""
     prompts: tuple[str, ...] = ("demo",)
-    """Prompt sets by name, or files; as many of each."""
+    """Names of prompt sets, and prompt files; the same number of prompts is taken from each."""
     modes: tuple[str, ...] = ("auto", "1", "2", "4", "8")
-    """auto, block sizes, and bare:N; the first one is the baseline."""
+    """Modes to measure: auto, block sizes, and bare:N; the first one is the baseline."""
     concurrency: tuple[int, ...] = (1, 4, 16)
-    """Clients of the closed loops."""
+    """Numbers of clients of the closed loops."""
     rates: tuple[PositiveFloat, ...] = ()
-    """Requests a second of open loops, which come after the closed ones."""
+    """Requests per second of the open loops, which run after the closed loops."""
     rounds: int = Field(default=3, ge=1)
-    """Of every mode at every concurrency and rate, each with other prompts."""
+    """Rounds of every mode at every concurrency and rate, each with other prompts."""
     requests_per_client: int = Field(default=2, ge=1)
-    """In a round of a closed loop."""
+    """Requests per client in a round of a closed loop."""
     num_requests: int = Field(default=32, ge=1)
-    """In a round of an open loop."""
+    """Requests in a round of an open loop."""
     max_tokens: int = Field(default=64, ge=2)
-    """Upper limit of an answer; each prompt has its own, from half of this to all of it."""
+    """Maximum tokens of an answer; each prompt has its limit, between half of this and this."""
     temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
     first_token_slo_s: float = Field(default=5.0, gt=0)
-    """Service-level objective: seconds to the first token of a good request,"""
+    """Service-level objective: maximum seconds to the first token of a good request."""
     token_slo_s: float = Field(default=0.2, gt=0)
-    """and seconds a token after it."""
+    """Service-level objective: maximum seconds per further token of a good request."""
     vanish: float = Field(default=0.0, ge=0, le=1)
-    """Share of the clients that disconnect before their answer is complete."""
+    """Share of the requests whose client disconnects before the answer is complete."""
     pair: PairConfig = PairConfig()
-    """What bare:N runs."""
+    """Pair of bare:N."""
     max_prefill_tokens: int = Field(default=256, ge=1)
-    """Of bare:N, as the server's."""
+    """Maximum prompt tokens in one step of bare:N, like the server's option."""
     num_threads: int = Field(default=1, ge=1)
     """Torch threads of bare:N."""
     output: Path = Path("runs/bench_serve")
+    """Output directory of the table and its figures as JSON."""
 
     @field_validator("modes")
     @classmethod
@@ -89,11 +92,11 @@ class BenchServeConfig(Config):
 
 
 class BenchLoad(NamedTuple):
-    """A closed loop of so many clients, or an open one of so many requests a second."""
+    """A closed loop with `num_clients`, or an open loop with `rate` requests per second."""
 
     name: str
     num_requests: int
-    """In a round."""
+    """Requests in a round."""
     num_clients: int | None = None
     rate: float = 0.0
 
@@ -110,16 +113,16 @@ class Round(NamedTuple):
 
 
 async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Measure all loads; prints progress. Returns a row for every load and mode."""
+    """Measure all loads and print progress; returns a row for every load and mode."""
     loads = [BenchLoad(f"{num} clients", num * config.requests_per_client, num) for num in config.concurrency]
     loads += [BenchLoad(f"{rate:g} requests/s", config.num_requests, rate=rate) for rate in config.rates]
     async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
         bench = _Bench(config, prompts, clients, config.model or await clients.first_model())
         measured = [(load, await bench.rounds(load)) for load in loads]
     return [
-        _row(config, load, mode, rounds, of_load[config.modes[0]])
-        for load, of_load in measured
-        for mode, rounds in of_load.items()
+        _row(config, load, mode, rounds, by_mode[config.modes[0]])
+        for load, by_mode in measured
+        for mode, rounds in by_mode.items()
     ]
 
 
@@ -130,16 +133,16 @@ class _Bench:
         if any(mode.startswith(BARE) for mode in config.modes):
             torch.set_num_threads(config.num_threads)
             self._pair = config.pair.load()
-            self._decode(prompts[:1], 2, 1)  # weights are packed when they are first used
+            self._decode(prompts[:1], 2, 1)  # weights are packed at their first use
 
     async def rounds(self, load: BenchLoad) -> dict[str, list[Round]]:
-        """All rounds under a load, by mode."""
+        """Run all rounds under a load; returns them by mode."""
         rounds: dict[str, list[Round]] = {mode: [] for mode in self._config.modes}
         order, prompts = deque(self._config.modes), cycle(self._prompts)
         for number in range(self._config.rounds):
-            of_round = list(islice(prompts, load.num_requests))
+            round_prompts = list(islice(prompts, load.num_requests))
             for mode in order:
-                rounds[mode].append(await self._round(mode, of_round, load))
+                rounds[mode].append(await self._round(mode, round_prompts, load))
             order.rotate(-1)
             print(f"{load.name}: round {number + 1} of {self._config.rounds}", flush=True)
         return rounds
@@ -156,7 +159,7 @@ class _Bench:
             received = await self._clients.closed_loop(bodies, load.num_clients)
         else:
             received = await self._clients.open_loop(bodies, load.rate)
-        return Round(time.perf_counter() - started, sum(each.num_tokens for each in received), received)
+        return Round(time.perf_counter() - started, sum(answer.num_tokens for answer in received), received)
 
     def _body(self, prompt: Prompt, mode: str) -> dict[str, Any]:
         return {
@@ -166,11 +169,11 @@ class _Bench:
             "temperature": self._config.temperature,
             "seed": 0,
             "block_size": mode if mode == "auto" else int(mode),
-            "cache_salt": uuid4().hex,  # modes take turns with the same prompts: none finds what another one left
+            "cache_salt": uuid4().hex,  # modes share prompts, but not cached prefixes
         }
 
     def _decode(self, prompts: Sequence[Prompt], block_size: int, num_clients: int) -> int:
-        """Decode the prompts with this process's engine; returns the number of tokens."""
+        """Decode the prompts with an engine in this process; returns the number of tokens."""
         assert self._pair is not None
         config, pair = self._config, self._pair
         sampling = Sampling(temperature=config.temperature)
@@ -190,7 +193,7 @@ class _Bench:
 
 
 def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> int:
-    """Closed loop without a server: a request comes one step after another ended. Returns the number of tokens."""
+    """Closed loop without a server: a request arrives one step after another has ended; returns the tokens."""
     waiting = deque(requests)
     num_tokens, num_sent, num_ended = 0, concurrency, 0
     while waiting or not engine.idle:
@@ -211,31 +214,31 @@ def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) 
 def _row(
     config: BenchServeConfig, load: BenchLoad, mode: str, rounds: Sequence[Round], baseline: Sequence[Round]
 ) -> dict[str, Any]:
-    """Figures of a mode under a load; the ratio is over the baseline, round by round with the same prompts."""
-    ours, theirs = ([each.num_tokens / each.seconds for each in some] for some in (rounds, baseline))
-    speed = sum(each.num_tokens for each in rounds) / sum(each.seconds for each in rounds)
-    ratio = ratio_of_totals(ours, theirs)._asdict()
+    """Figures of a mode under a load; the ratio to the baseline is by round, with the same prompts."""
+    speeds, baseline_speeds = ([r.num_tokens / r.seconds for r in mode_rounds] for mode_rounds in (rounds, baseline))
+    speed = sum(r.num_tokens for r in rounds) / sum(r.seconds for r in rounds)
+    ratio = ratio_of_totals(speeds, baseline_speeds)._asdict()
     return {"load": load.name, "mode": mode, "tokens_per_s": speed, "ratio": ratio} | _seen_by_clients(config, rounds)
 
 
 def _seen_by_clients(config: BenchServeConfig, rounds: Sequence[Round]) -> dict[str, Any]:
-    received = [each for of_round in rounds for each in of_round.received]
-    if not received:
+    answers = [answer for r in rounds for answer in r.received]
+    if not answers:
         return {}
-    whole = [each for each in received if each.whole and each.arrivals]
-    soon = [each for each in whole if each.first_token_s <= config.first_token_slo_s]
-    good = [each for each in soon if each.token_s <= config.token_slo_s]
-    taus = [each.acceptance_length for each in whole if each.acceptance_length is not None]
+    complete = [answer for answer in answers if answer.whole and answer.arrivals]
+    in_time = [answer for answer in complete if answer.first_token_s <= config.first_token_slo_s]
+    good = [answer for answer in in_time if answer.token_s <= config.token_slo_s]
+    taus = [answer.acceptance_length for answer in complete if answer.acceptance_length is not None]
     return {
-        "first_token_s": _percentiles([each.first_token_s for each in whole]),
-        "token_s": _percentiles([each.token_s for each in whole]),
-        "gap_s": _percentiles([gap for each in whole for gap in each.gaps_s]),
-        "good_per_s": len(good) / sum(each.seconds for each in rounds),
+        "first_token_s": _percentiles([answer.first_token_s for answer in complete]),
+        "token_s": _percentiles([answer.token_s for answer in complete]),
+        "gap_s": _percentiles([gap for answer in complete for gap in answer.gaps_s]),
+        "good_per_s": len(good) / sum(r.seconds for r in rounds),
         "acceptance_length": float(np.mean(taus)) if taus else None,
-        "num_whole": len(whole),
-        "num_refused": sum(each.status == 429 for each in received),
-        "num_vanished": sum(each.vanished for each in received),
-        "num_failed": sum(not each.whole and not each.vanished and each.status != 429 for each in received),
+        "num_whole": len(complete),
+        "num_refused": sum(answer.status == 429 for answer in answers),
+        "num_vanished": sum(answer.vanished for answer in answers),
+        "num_failed": sum(not a.whole and not a.vanished and a.status != 429 for a in answers),
     }
 
 
@@ -246,14 +249,16 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 def _cells(row: dict[str, Any], baseline: str) -> dict[str, str]:
     """A row as text."""
     names = {"first token s": "first_token_s", "token s": "token_s", "gap s": "gap_s"}
-    found = {title: row.get(name) for title, name in names.items()}
-    waits = {f"{title}, p50 / p99": f"{at['p50']:.2f} / {at['p99']:.2f}" if at else "" for title, at in found.items()}
+    percentiles = {title: row.get(name) for title, name in names.items()}
+    latencies = {
+        f"{title}, p50 / p99": f"{at['p50']:.2f} / {at['p99']:.2f}" if at else "" for title, at in percentiles.items()
+    }
     return {
         "load": row["load"],
         "mode": row["mode"],
         "tokens/s": f"{row['tokens_per_s']:.1f}",
         f"of {baseline}": with_range(Interval(**row["ratio"]), 2),
-        **waits,
+        **latencies,
         "good/s": f"{row['good_per_s']:.2f}" if "good_per_s" in row else "",
         "tau": f"{row['acceptance_length']:.2f}" if row.get("acceptance_length") else "",
         "refused or failed": str(row["num_failed"] + row["num_refused"]) if "num_failed" in row else "",
@@ -261,18 +266,18 @@ def _cells(row: dict[str, Any], baseline: str) -> dict[str, str]:
 
 
 def run(config: BenchServeConfig) -> list[dict[str, Any]]:
-    """Print a table and, as the last line, JSON; write both. Raises ValueError without a server."""
+    """Print and write a table and its figures as JSON (the last line). Raises ValueError without a server."""
     if config.rates and any(mode.startswith(BARE) for mode in config.modes):
         raise ValueError("modes: bare:N has no open loop; leave it or --rates out")
     sets = [load_prompts(name) for name in config.prompts]
     num = min(map(len, sets))
-    prompts = [prompt for of_set in sets for prompt in of_set[:num]]
+    prompts = [prompt for prompt_set in sets for prompt in prompt_set[:num]]
     random.Random(0).shuffle(prompts)
     rows = asyncio.run(measure(config, prompts))
-    shown = markdown([_cells(row, config.modes[0]) for row in rows])
-    write_text(config.output / "bench_serve.md", shown + "\n")
+    table = markdown([_cells(row, config.modes[0]) for row in rows])
+    write_text(config.output / "bench_serve.md", table + "\n")
     write_text(config.output / "bench_serve.json", json.dumps(rows) + "\n")
-    print(shown)
+    print(table)
     print(json.dumps({"output": str(config.output), "rows": rows}))
     return rows
 

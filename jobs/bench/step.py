@@ -1,8 +1,8 @@
-"""Cost of steps in plain ones, and the share of the memory's speed that plain decoding reaches.
+"""Step costs relative to a plain step, and the share of the memory bandwidth that plain decoding reaches.
 
-A plain step reads every weight once, so memory bounds it; more tokens in it should cost next to nothing. Steps are an
-engine's own, at `context` tokens: the fastest of each kind, all kinds in turns. The cost of the draft's pass is that
-of a step price fitted to the same steps.
+A plain step reads every weight once, so it is bound by memory; more tokens in it should cost almost nothing. Steps
+are those of an engine at `context` tokens: all kinds interleaved, the fastest of each kind counts. The cost of the
+draft's pass is that of a step cost fitted to the same steps.
 
     python jobs/bench/step.py --threads 1 2
 """
@@ -21,28 +21,28 @@ from blockpilot.evaluation.tables import markdown
 from blockpilot.pairs.loading import Pair
 from jobs.common.config import Config, PairConfig, main
 
-READ_BYTES = 1 << 30  # many times what the caches hold
+READ_BYTES = 1 << 30  # much more than the CPU caches hold
 READS = 8
 
 
 class StepConfig(Config):
-    """Which pair, and which steps."""
+    """Pair, and kinds of steps."""
 
     pair: PairConfig = PairConfig()
     threads: tuple[int, ...] = (1,)
-    """Torch threads; a table for each number."""
+    """Numbers of torch threads; a table for each."""
     rows: tuple[int, ...] = (1, 4, 16)
-    """Requests that decode together."""
+    """Batch sizes: requests that decode together."""
     tokens: tuple[int, ...] = (2, 4, 8, 16, 32)
-    """A row verifies, beside plain decoding: anchor and drafted ones."""
+    """Tokens per row in a verify step (anchor and drafted tokens), in addition to plain decoding."""
     context: int = Field(default=192, ge=1)
-    """Tokens of every row at first."""
+    """Tokens of context of every row at the start."""
     num_steps: int = Field(default=12, ge=1)
-    """Steps of each kind; the fastest counts."""
+    """Timed steps of each kind; the fastest counts."""
 
 
 def read_speed(device: torch.device) -> float:
-    """Bytes a second at which a sum over numbers that no cache holds reads them: the best of READS."""
+    """Memory bandwidth in bytes per second, by a sum over an uncached array: the best of READS."""
     numbers = torch.ones(READ_BYTES // 4, device=device)
     numbers.sum().item()
     seconds = []
@@ -54,14 +54,14 @@ def read_speed(device: torch.device) -> float:
 
 
 def bytes_read(pair: Pair) -> int:
-    """Weights that a plain step of a dense model reads: all of the target's but the embeddings, which it looks up."""
+    """Bytes of weights that a plain step of a dense model reads: the target's without the embeddings."""
     total: int = sum(weight.nbytes for weight in pair.target.state_dict().values())  # with an LM head, tied or not
     embeddings = cast(torch.Tensor, pair.target.get_input_embeddings().weight)
     return total - embeddings.nbytes
 
 
 def step_costs(timed: Sequence[TimedStep], num_rows: int) -> dict[str, float]:
-    """Milliseconds of a plain step, and steps of several tokens and the draft's pass in plain ones."""
+    """Milliseconds of a plain step, and costs of larger steps and of the draft's pass relative to it."""
     by_tokens = {1 + step.load.num_verified // num_rows: step for step in timed}
     plain = by_tokens[1].seconds
     price = dict(zip(COEFFICIENTS, fit([s.load for s in timed], [s.seconds for s in timed]).tolist(), strict=True))
@@ -71,7 +71,7 @@ def step_costs(timed: Sequence[TimedStep], num_rows: int) -> dict[str, float]:
 
 
 def run(config: StepConfig) -> None:
-    """Measure and print a table for every number of threads."""
+    """Measure, and print a table for every number of threads."""
     pair = config.pair.load()
     device = pair.target.device
     size = bytes_read(pair)
@@ -85,10 +85,9 @@ def run(config: StepConfig) -> None:
             costs = step_costs(time_steps(pair, mixtures, config.context, num_steps=config.num_steps), num)
             share = size / (costs["plain, ms"] / 1e3) / speed
             cells = {name: f"{value:.1f}" if name == "plain, ms" else f"{value:.2f}" for name, value in costs.items()}
-            rows.append({"rows": str(num)} | cells | {"of the memory's speed": f"{share:.2f}"})
-        print(
-            f"\nthreads {threads}, memory read at {speed / 1e9:.1f} GB/s; steps by tokens of a row, in plain ones:\n"
-        )
+            rows.append({"rows": str(num)} | cells | {"share of memory bandwidth": f"{share:.2f}"})
+        bandwidth = f"memory read at {speed / 1e9:.1f} GB/s"
+        print(f"\nthreads {threads}, {bandwidth}; steps by tokens per row, relative to a plain step:\n")
         print(markdown(rows), flush=True)
 
 

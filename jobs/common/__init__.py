@@ -1,1 +1,1 @@
-"""What jobs share: configuration, cluster, registry, figures."""
+"""Shared by jobs: configuration, cluster, registry, figures."""

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, and what to ask of it."""
+"""Ray cluster: connection, actors and their resources."""
 
 import logging
 import os
@@ -16,16 +16,16 @@ from jobs.common.config import Resources
 STARTED_LATE = "timed out during startup"
 NUM_STARTS = 3
 log = logging.getLogger(__name__)
-TOKEN_FILE = Path.home() / ".ray" / "auth_token"  # Ray writes it for everybody to read
+TOKEN_FILE = Path.home() / ".ray" / "auth_token"  # Ray writes it readable for all users
 
 
 def connect(include_dashboard: bool = False, metrics_port: int | None = None) -> None:
-    """Join the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
+    """Connect to the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
 
-    A local cluster has at least four logical CPUs: Ray Train and Ray Data need a free one beside their workers.
-    Ray Train asks the dashboard whether its controller lives and complains every second where there is none. Such a
-    cluster exports its metrics on `metrics_port`, by default a free one, on all interfaces. What it writes, its token
-    among it, is for this user only.
+    A local cluster has at least four logical CPUs, since Ray Train and Ray Data need a free one besides their
+    workers. Ray Train needs the dashboard to check its controller, and warns every second without one. A local
+    cluster exports its metrics on `metrics_port` (by default a free one) on all interfaces. Only this user can read
+    its files.
     """
     if ray.is_initialized():
         return
@@ -37,20 +37,20 @@ def connect(include_dashboard: bool = False, metrics_port: int | None = None) ->
 
 
 def _init(**options: Any) -> None:
-    """Ray gives a node 30 s to start. A busy machine may take longer, and less the next time: files are cached."""
+    """`ray.init` with retries: a busy machine may exceed Ray's 30 s for a node, and caches the files meanwhile."""
     for starts_left in reversed(range(NUM_STARTS)):
         try:
             ray.init(log_to_driver=True, **options)
             return
-        except Exception as error:  # Ray's own has no type
+        except Exception as error:  # Ray raises no more specific type
             if STARTED_LATE not in str(error) or not starts_left:
                 raise
-            log.warning("Ray did not start in its time on this machine, which is busy; trying again")
+            log.warning("Ray did not start in time on this busy machine; trying again")
 
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Files that this process and those that it starts make are for their user alone; so is Ray's token."""
+    """Make files of this process and its children, and Ray's token, readable for this user only."""
     if TOKEN_FILE.exists():
         TOKEN_FILE.chmod(0o600)
     before = os.umask(0o077)
@@ -66,12 +66,12 @@ def num_cores() -> int:
 
 
 def num_threads(num_cpus: float) -> int:
-    """Torch threads of a process that holds so many CPU cores."""
+    """Torch threads of a process with this many CPU cores."""
     return max(1, int(num_cpus))
 
 
 def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, Any]:
-    """Options of an actor that holds a pair: one GPU where there are any, else CPU cores.
+    """Options of an actor that loads a pair: one GPU if the cluster has any, otherwise CPU cores.
 
     Raises ValueError for an `accelerator_type` or CPU cores that a cluster of fixed size does not have.
     """
@@ -79,10 +79,10 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
     if num_cpus > resources.get("CPU", 0) and not may_grow:
         raise ValueError(f"num_cpus {num_cpus:g}: this machine has {resources.get('CPU', 0):g}")
     if accelerator_type is not None:
-        known = sorted(k.split(":", 1)[1] for k in resources if k.startswith("accelerator_type:"))
-        if accelerator_type not in known and not may_grow:
+        types = sorted(k.split(":", 1)[1] for k in resources if k.startswith("accelerator_type:"))
+        if accelerator_type not in types and not may_grow:
             raise ValueError(
-                f"accelerator_type {accelerator_type!r}: the cluster has {', '.join(known) or 'no accelerators'}"
+                f"accelerator_type {accelerator_type!r}: the cluster has {', '.join(types) or 'no accelerators'}"
             )
         return {"num_gpus": 1, "num_cpus": num_cpus, "accelerator_type": accelerator_type}
     if resources.get("GPU", 0) >= 1:
@@ -91,19 +91,19 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
 
 
 def new_actor(worker: Callable[..., object], resources: Resources, *arguments: object, **options: object) -> Any:
-    """An actor `worker(*arguments)` that holds these resources, as soon as the cluster has them."""
+    """An actor `worker(*arguments)`, which starts as soon as the cluster has these resources."""
     remote: Any = ray.remote(worker)
-    held = actor_options(resources.accelerator_type, resources.num_cpus)
-    return remote.options(**held | options).remote(*arguments)
+    resource_options = actor_options(resources.accelerator_type, resources.num_cpus)
+    return remote.options(**resource_options | options).remote(*arguments)
 
 
 def cause_of(error: RayTaskError) -> Exception:
-    """What to raise for an actor's error: its own ValueError, which is bad input, or else all that Ray knows."""
+    """Exception to raise for an actor's error: the actor's ValueError (bad input), otherwise Ray's error."""
     return error.cause if isinstance(error.cause, ValueError) else error
 
 
 def result(reference: Any) -> Any:
-    """What an actor's method has returned; raises the actor's own ValueErrors."""
+    """Result of an actor's method; raises the actor's ValueErrors unwrapped."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -114,10 +114,10 @@ def result(reference: Any) -> Any:
 def lone_actor(
     worker: Callable[..., object], resources: Resources, *arguments: object, **options: object
 ) -> Iterator[Any]:
-    """Start an actor for the block; yields a function that calls one of its methods, as `result` gives it."""
+    """Start an actor for the block; yields a function that calls one of its methods and returns the `result`."""
     actor = new_actor(worker, resources, *arguments, **options)
     try:
-        yield lambda method, *given: result(getattr(actor, method).remote(*given))
+        yield lambda method, *values: result(getattr(actor, method).remote(*values))
     finally:
         ray.kill(actor)
 
@@ -125,7 +125,7 @@ def lone_actor(
 def pooled(
     worker: Callable[[Any], object], argument: Any, tasks: Sequence[Any], method: str, resources: Resources
 ) -> Iterator[Any]:
-    """Results of `worker(argument).method(task)` as they come, from actors that are restarted when they are lost."""
+    """Results of `worker(argument).method(task)` in the order of completion; lost actors are restarted."""
     if not tasks:
         return
     retries = {"max_restarts": -1, "max_task_retries": 3}

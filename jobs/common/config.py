@@ -1,6 +1,6 @@
-"""What every job's configuration shares: a frozen model, its command line, and the choice of a pair.
+"""Base of every job's configuration: a frozen model, its command line, and the choice of a pair.
 
-A default is written once, here or in the job's own Config; the command line is generated from it (tyro).
+A default is written once, here or in the Config of the job; the command line is generated from it (tyro).
 """
 
 import json
@@ -27,11 +27,11 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 
 
 class ConfigError(Exception):
-    """A value that a configuration refuses, in one line. No ValueError: tyro would print those in a box."""
+    """Refused values of a configuration, in one line. Not a ValueError, which tyro would print in a box."""
 
 
 class Config(BaseModel):
-    """Base of every job's configuration: immutable, and a misspelt field is an error."""
+    """Base of every job's configuration: immutable; unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -39,33 +39,33 @@ class Config(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            refused = [
+            complaints = [
                 f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (got {e['input']!r})"
                 for e in error.errors()
             ]
-            raise ConfigError("; ".join(refused)) from None
+            raise ConfigError("; ".join(complaints)) from None
 
     def recorded(self, **options: Any) -> dict[str, Any]:
-        """`model_dump` as JSON, for files and MLflow: without the secrets of addresses."""
-        found: dict[str, Any] = json.loads(without_secrets(json.dumps(self.model_dump(mode="json", **options))))
-        return found
+        """`model_dump` as JSON for files and MLflow, without secrets in addresses."""
+        values: dict[str, Any] = json.loads(without_secrets(json.dumps(self.model_dump(mode="json", **options))))
+        return values
 
 
 class PairConfig(Config):
-    """Which target and draft: a named pair, or a target with or without a draft, by hub id or local directory."""
+    """Target and draft: a named pair, or a target with an optional draft, by hub id or local directory."""
 
     name: Annotated[str | None, tyro.conf.arg(name="pair")] = None
-    """A named pair (see README). The embedded smollm2-135m when neither name nor target is given."""
+    """A named pair (see README); by default the embedded smollm2-135m, unless a target is set."""
     target: str | None = None
     """Target by hub id or local directory."""
     draft: str | None = None
-    """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one there is plain decoding plus
-    what is looked up in each text."""
+    """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one the target decodes plainly or
+    by prompt lookup."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and activations; auto: bfloat16 on a GPU, and on a CPU with bfloat16 instructions and a compiler, where
-    texts are exact in it, too; float32 elsewhere."""
+    """Type of weights and activations. auto: bfloat16 on a GPU and on a CPU with bfloat16 instructions and a C
+    compiler (where texts stay exact), otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one, else cpu."""
+    """Device of the models. auto: cuda if available, otherwise cpu."""
 
     def names(self) -> tuple[str | None, str | None, str | None]:
         """(name, target, draft) as `load_pair` takes them; raises ValueError for what it would refuse."""
@@ -86,17 +86,17 @@ class PairConfig(Config):
         return name is not None or draft is not None
 
     def need_draft(self, what: str) -> None:
-        """Raise ValueError for a target without a draft, naming it and `what` needs one, and as `names` does."""
+        """Raise ValueError for a target without a draft, naming it and `what` needs a draft, and as `names` does."""
         if not self.has_draft:
             raise ValueError(no_draft_message(self.models[0], what))
 
     def known_revisions(self) -> list[str | None]:
-        """Revisions of target and draft, as far as this machine can tell without a download."""
+        """Revisions of target and draft, None where unknown without a download."""
         target, draft = self.models
         return [known_revision("target", target), known_revision("draft", draft) if self.has_draft else NO_DRAFT]
 
     def check_made_for(self, what: str, made_for: PairId) -> None:
-        """Raise ValueError, naming both, unless `what` was made for models of these names."""
+        """Raise ValueError, naming both pairs, unless `what` was made for this pair."""
         target, draft = (split_revision(name)[0] for name in self.models)
         if (made_for.target, made_for.draft) != (target, draft):
             raise ValueError(
@@ -106,57 +106,58 @@ class PairConfig(Config):
 
     def load(self) -> "Pair":
         """Load target, draft and tokenizer onto the device."""
-        # Seconds to import, and needed by those alone that load a pair.
+        # Imported here, since it takes seconds and only processes that load a pair need it.
         from transformers.utils.logging import disable_progress_bar
 
         from blockpilot.device import best_device
         from blockpilot.pairs.loading import load_pair
 
         name, target, draft = self.names()
-        disable_progress_bar()  # in actors, too: a job's own progress is the one that counts
+        disable_progress_bar()  # also in actors: the job shows its own progress
         device = best_device() if self.device == "auto" else self.device
         return load_pair(name, target=target, draft=draft, dtype=self.dtype, device=device)
 
 
-def pick_dtype(wanted: str, device: str) -> str:
-    """float32 or bfloat16 for `PairConfig.dtype`, for a program that takes no "auto" on this machine's device."""
+def pick_dtype(dtype: str, device: str) -> str:
+    """Resolve `PairConfig.dtype` to float32 or bfloat16 on this device, for programs that do not accept "auto"."""
     import torch
 
     from blockpilot.native.library import fastest_dtype
 
-    return fastest_dtype(torch.device(device)).name if wanted == "auto" else wanted
+    return fastest_dtype(torch.device(device)).name if dtype == "auto" else dtype
 
 
 class Placement(Config):
-    """Number of Ray actors, and the GPUs they run on."""
+    """Number of Ray actors, and the type of their GPUs."""
 
     num_actors: int = Field(default=1, ge=1)
-    """Actors, each with its own copy of the pair."""
+    """Number of Ray actors; each loads a copy of the pair."""
     accelerator_type: str | None = None
-    """Pin every actor to one GPU of this type, such as H100."""
+    """GPU type of every actor, such as H100; each actor holds one GPU."""
 
 
 class Resources(Placement):
-    """Resources that each Ray actor of a job holds."""
+    """Resources of each Ray actor of a job."""
 
     num_cpus: float = Field(default=1.0, gt=0)
-    """CPU cores of an actor; also its torch threads (at least one)."""
+    """CPU cores of each actor, and its torch threads (at least one)."""
 
 
 def in_submitted_job() -> bool:
-    """Whether this process is the driver of a `ray job submit`."""
+    """True if this process is the driver of a `ray job submit`."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def absolute_in_submitted_job(place: str | Path, name: str) -> None:
-    """Raise ValueError for a relative output of a submitted job: its working directory is a temporary copy."""
-    if in_submitted_job() and not (is_uri(place) or Path(place).is_absolute()):
-        raise ValueError(f"{name} {place}: must be absolute in a submitted job, whose directory is temporary")
+def absolute_in_submitted_job(path: str | Path, name: str) -> None:
+    """Raise ValueError for a relative output in a submitted job, whose working directory is a temporary copy."""
+    if in_submitted_job() and not (is_uri(path) or Path(path).is_absolute()):
+        raise ValueError(f"{name} {path}: must be absolute in a submitted job, whose directory is temporary")
 
 
 def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
-    """Parse the command line into `config_type` and run the job; bad input, and files that cannot be read or written,
-    end in one line and status 2.
+    """Parse the command line into `config_type` and run the job.
+
+    Bad input, and files that cannot be read or written, end in a one-line error and exit status 2.
     """
     try:
         description = sys.modules[run.__module__].__doc__

@@ -1,4 +1,4 @@
-"""The plots of sweeps and evaluations, as PNG files in memory."""
+"""Plots of sweeps, trainings and evaluations, as PNG in memory."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 
 def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes:
-    """tau by block size: a line for every prompt set."""
+    """tau by block size: one line per prompt set."""
     figure, axes = _new("block size", "tau (tokens a step)")
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), **DOTTED, label=name)
@@ -35,14 +35,14 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes
 
 
 def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Mapping[int, float]]) -> bytes:
-    """tau and speed-up over plain decoding by drafted tokens that a step verifies: chains beside trees, in pairs."""
+    """tau and speed-up over plain decoding by verified tokens per step: chains (dashed) and trees, in pairs."""
     shown = {"tau (tokens a step)": taus} | ({"speed-up over plain decoding": speeds} if speeds else {})
     figure = Figure(figsize=(4.5 * len(shown), 3.4), layout="constrained")
-    for axes, (what, curves) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+    for axes, (ylabel, curves) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
         for i, (name, curve) in enumerate(curves.items()):
             line = "o--" if name.startswith("chain") else "-"
             axes.plot(list(curve), list(curve.values()), line, color=f"C{i // 2}", markersize=3, label=name)
-        axes.set(xscale="log", xlabel="drafted tokens that a step verifies", ylabel=what)
+        axes.set(xscale="log", xlabel="drafted tokens that a step verifies", ylabel=ylabel)
         ticks = [2**i for i in range(7)]
         axes.set_xticks(ticks, map(str, ticks))
         axes.legend(fontsize="small")
@@ -50,7 +50,7 @@ def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Ma
 
 
 def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
-    """Bars of speed-ups over plain decoding: a panel for every group, three in a line, and a bar for every method."""
+    """Bar charts of speed-ups over plain decoding: a panel per group, three in a row, and a bar per method."""
     columns = min(len(groups), 3)
     lines = math.ceil(len(groups) / columns)
     figure = Figure(figsize=(3.2 * columns, 3.6 * lines), layout="constrained")
@@ -69,14 +69,14 @@ def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
 
 
 def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> bytes:
-    """Speed over that of the best fixed block size: a line of points with intervals for every row."""
+    """Speed relative to the best fixed block size: for every row one point with its interval per method."""
     figure = Figure(figsize=(7, 0.5 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="speed over that of the best fixed block size")
     for i, method in enumerate(methods):
-        shown = {place: row[method] for place, row in enumerate(rows.values()) if method in row}
-        places = [place + (i - (len(methods) - 1) / 2) * 0.2 for place in shown]
+        shown = {y: row[method] for y, row in enumerate(rows.values()) if method in row}
+        heights = [y + (i - (len(methods) - 1) / 2) * 0.2 for y in shown]
         values, errors = _with_errors(shown.values())
-        axes.errorbar(values, places, xerr=errors, fmt="o", markersize=4, capsize=2, label=method, color=f"C{i}")
+        axes.errorbar(values, heights, xerr=errors, fmt="o", markersize=4, capsize=2, label=method, color=f"C{i}")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), list(rows), fontsize="small")
     axes.invert_yaxis()
@@ -85,7 +85,7 @@ def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequenc
 
 
 def cost_curves(price: StepPrice) -> bytes:
-    """What a step costs by the block size of its chains, in steps of plain decoding: a line for numbers of rows."""
+    """Step cost by the block size of chains, relative to a plain step: one line per batch size."""
     figure, axes = _new("block size", "cost of a step, plain = 1")
     sizes = range(1, MAX_BLOCK_SIZE + 1)
     for rows in loads_up_to(price.rows):
@@ -95,17 +95,17 @@ def cost_curves(price: StepPrice) -> bytes:
 
 
 def reliability(curves: Mapping[str, Sequence[Bin]]) -> bytes:
-    """Accepted by expected, of the nodes of draft trees: a line for every way to expect."""
-    figure, axes = _new("chance that a node had", "share accepted")
+    """Observed acceptance of draft-tree nodes by expected acceptance probability: one line per source."""
+    figure, axes = _new("expected acceptance probability", "observed acceptance")
     axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
     for name, bins in curves.items():
-        axes.plot([each.expected for each in bins], [each.accepted for each in bins], **DOTTED, label=name)
+        axes.plot([b.expected for b in bins], [b.accepted for b in bins], **DOTTED, label=name)
     axes.legend(fontsize="small")
     return _png(figure)
 
 
 def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
-    """Values [n], and how far their intervals reach below and above them [2, n]."""
+    """Values [n], and the distances of their interval ends below and above them [2, n]."""
     values, low, high = np.array(list(intervals)).T
     return values, np.maximum([values - low, high - values], 0)
 

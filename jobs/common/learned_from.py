@@ -1,4 +1,4 @@
-"""What a policy has learned from, in a file beside it: evaluations need no sweep to keep to held-out prompts."""
+"""Training prompts of a policy, in a file beside it: evaluations can check held-out prompts without the sweep."""
 
 import json
 from collections.abc import Mapping
@@ -11,31 +11,31 @@ LEARNED_FROM_FILE = "learned_from.json"
 
 
 class LearnedFrom(NamedTuple):
-    """Prompts that are no longer held out, and what fixed block sizes gave on them."""
+    """Training prompts, and the taus of fixed block sizes on them."""
 
     prompts: frozenset[str] = frozenset()
     """`prompt_key` of their texts."""
     taus: Mapping[float, Mapping[int, float]] = {}
-    """Tau over all of these prompts by temperature and block size."""
+    """tau over all of these prompts, by temperature and block size."""
 
     def write(self, folder: Path) -> None:
-        """Write the file; it appears whole or not at all."""
+        """Write the file atomically."""
         content = {"prompts": sorted(self.prompts), "taus": self.taus}
         write_text(folder / LEARNED_FROM_FILE, json.dumps(content) + "\n")
 
     @staticmethod
     def read(folder: Path) -> "LearnedFrom":
-        """The inverse of `write`; nothing where there is no such file. Raises ValueError for a damaged one."""
+        """The inverse of `write`; empty if there is no such file. Raises ValueError for a damaged file."""
         file = folder / LEARNED_FROM_FILE
         if not file.exists():
             return LearnedFrom()
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
             taus = {
                 float(temperature): {int(size): float(tau) for size, tau in curve.items()}
-                for temperature, curve in found["taus"].items()
+                for temperature, curve in content["taus"].items()
             }
-            return LearnedFrom(frozenset(map(str, found["prompts"])), taus)
+            return LearnedFrom(frozenset(map(str, content["prompts"])), taus)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{file}: does not say what a policy has learned from ({reason})") from None

@@ -1,11 +1,11 @@
 """Lease of an output directory: one driver at a time writes there, on any file system.
 
-The holder renews a small file every BEAT_S seconds. A driver that finds one watches it for PATIENCE_S: a lease that
-is renewed belongs to a driver that lives, and the newcomer is refused; one that is not belongs to a dead driver and
-is taken over. A dead process of the same PID namespace is told by its id, without a wait.
+The holder renews a small file every BEAT_S seconds. A new driver that finds a lease watches it for PATIENCE_S: a
+renewed lease belongs to a live driver, and the new one is refused; otherwise the holder is dead, and the new driver
+takes over. A dead process in the same PID namespace is recognised by its id, without waiting.
 
-The file is `lease.json`; what takes over from number n is the file of number n + 1, and the highest number holds. As
-a file is created exclusively (storage.create), one driver at most succeeds another.
+The file is `lease.json`; a driver that takes over lease number n creates the file of number n + 1, and the highest
+number is valid. Since a file is created exclusively (storage.create), at most one driver takes over.
 """
 
 import json
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Lease:
-    """A lease of `place`, held inside a `with` block. Raises ValueError where another driver holds it."""
+    """A lease of `place`, held inside a `with` block. Raises ValueError if another driver holds it."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -45,11 +45,11 @@ class Lease:
         self._number = max(dead, default=0) + 1
         if not create(self._file(self._number), self._content(0)):
             raise ValueError(f"output {self.place}: another driver has just begun to write there")
-        others = {number: content for number, content in self._found().items() if number != self._number}
-        if others.items() - dead.items():  # one woke up, or several that had seen different files
+        rivals = {number: content for number, content in self._leases().items() if number != self._number}
+        if rivals.items() - dead.items():  # a holder woke up, or several drivers took over different files
             delete(self._file(self._number))
-            raise ValueError(f"output {self.place}: {_name(others[max(others)])} is writing there, too; try again")
-        for number in others:
+            raise ValueError(f"output {self.place}: {_name(rivals[max(rivals)])} is writing there, too; try again")
+        for number in rivals:
             delete(self._file(number))
         self._thread.start()
         return self
@@ -59,19 +59,19 @@ class Lease:
     ) -> None:
         self._leave.set()
         self._thread.join()
-        if self._is_mine(self._found()):
+        if self._is_mine(self._leases()):
             delete(self._file(self._number))
 
     def check(self) -> None:
-        """Raise ValueError if another driver has taken the lease over, as after a long sleep of this one."""
-        found = self._found()
-        if not self._lost and not (self._is_mine(found) and max(found) == self._number):
-            self._lost = f"{_name(found[max(found)])} has taken over" if found else "its lease is gone"
+        """Raise ValueError if another driver has taken over the lease, as after a long suspension of this one."""
+        leases = self._leases()
+        if not self._lost and not (self._is_mine(leases) and max(leases) == self._number):
+            self._lost = f"{_name(leases[max(leases)])} has taken over" if leases else "its lease is gone"
         if self._lost:
             raise ValueError(f"output {self.place}: {self._lost}; this driver stops")
 
     def while_held(self, results: Iterator[T]) -> Iterator[T]:
-        """Results as they come, with a `check` at each."""
+        """Yield the results, with a `check` before each."""
         for result in results:
             self.check()
             yield result
@@ -83,41 +83,41 @@ class Lease:
             try:
                 self.check()
                 write_bytes(self._file(self._number), self._content(beat))
-            except OSError:  # a full or absent disk: what is written there next says so
+            except OSError:  # a full or absent disk: the next write of a result raises
                 continue
-            except ValueError:  # lost: the next `check` says so
+            except ValueError:  # lost: the next `check` raises again
                 return
 
     def _dead(self) -> dict[int, bytes]:
-        """The leases there, none of a driver that lives. Raises ValueError for one that does."""
-        found = self._found()
-        unknown = [content for content in found.values() if not _is_dead(content)]
-        if not unknown:
-            return found
-        name = _name(unknown[-1])
-        where = without_secrets(os.fspath(self.place))
-        print(f"output {where}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it lives")
+        """The leases in the directory, all of dead drivers. Raises ValueError for a live driver."""
+        leases = self._leases()
+        possibly_live = [content for content in leases.values() if not _is_dead(content)]
+        if not possibly_live:
+            return leases
+        name = _name(possibly_live[-1])
+        directory = without_secrets(os.fspath(self.place))
+        print(f"output {directory}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it is alive")
         time.sleep(PATIENCE_S)
-        again = self._found()
-        if again.items() - found.items():
+        renewed = self._leases()
+        if renewed.items() - leases.items():
             raise ValueError(
-                f"output {self.place}: {_name(again[max(again)])} is writing there; end it, or choose another"
+                f"output {self.place}: {_name(renewed[max(renewed)])} is writing there; end it, or choose another"
             )
-        return again
+        return renewed
 
-    def _found(self) -> dict[int, bytes]:
-        """Content of the leases there by their numbers, ascending."""
+    def _leases(self) -> dict[int, bytes]:
+        """Content of the leases in the directory by their numbers, ascending."""
         names = map(
             re.compile(rf"{re.escape(LEASE_FILE)}(?:\.(\d+))?").fullmatch, file_names(self.place, recursive=False)
         )
-        found = {}
+        leases = {}
         for number in sorted(int(name[1] or 1) for name in names if name):
             with suppress(FileNotFoundError):  # released meanwhile
-                found[number] = read_bytes(self._file(number))
-        return found
+                leases[number] = read_bytes(self._file(number))
+        return leases
 
-    def _is_mine(self, found: Mapping[int, bytes]) -> bool:
-        return _read(found.get(self._number, b"")).get("holder") == self._me["holder"]
+    def _is_mine(self, leases: Mapping[int, bytes]) -> bool:
+        return _read(leases.get(self._number, b"")).get("holder") == self._me["holder"]
 
     def _file(self, number: int) -> str:
         return join(self.place, LEASE_FILE if number == 1 else f"{LEASE_FILE}.{number}")
@@ -127,7 +127,7 @@ class Lease:
 
 
 def _pid_namespace() -> dict[str, str]:
-    """Boot id and PID namespace, inside which a process id of this process is valid; empty where unknown."""
+    """Boot id and PID namespace, within which process ids are comparable; empty where unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return {"boot": boot, "pid_namespace": os.readlink("/proc/self/ns/pid")}
@@ -136,26 +136,26 @@ def _pid_namespace() -> dict[str, str]:
 
 
 def _is_dead(content: bytes) -> bool:
-    """True if the holder ran in this PID namespace and does not any more."""
-    lease, here = _read(content), {"host": socket.gethostname()} | _pid_namespace()
-    if not here.items() <= lease.items() or type(lease.get("pid")) is not int:
+    """True if the holder ran in this PID namespace and has ended."""
+    lease, machine = _read(content), {"host": socket.gethostname()} | _pid_namespace()
+    if not machine.items() <= lease.items() or type(lease.get("pid")) is not int:
         return False
     try:
         os.kill(lease["pid"], 0)
     except ProcessLookupError:
         return True
-    except OSError:  # of another user
+    except OSError:  # a process of another user
         return False
     return False
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """Fields of a lease; none of a damaged one."""
+    """Fields of a lease; empty for a damaged one."""
     try:
-        found = json.loads(content)
+        fields = json.loads(content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _name(content: bytes) -> str:

@@ -7,16 +7,16 @@ LINE_INTERVAL_S = 5
 
 
 class Progress:
-    """A line every few seconds, and one at the end: what is done, how fast, and the seconds left."""
+    """Progress lines every few seconds and at the end: count, seconds left and rate."""
 
     def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
-        """done: how many of `total` were done before; they count for the line, not for the speed."""
+        """done: how many of `total` were done before; they count as done, but not for the rate."""
         self._what, self._total, self._unit = what, total, unit
         self._before = self._done = done
         self._started = self._last_line = time.monotonic()
 
     def advance(self, num: int = 1, words: str = "") -> None:
-        """Count what has just ended; `words` stand at the end of the line."""
+        """Count `num` finished units; `words` are appended to the line."""
         self._done += num
         now = time.monotonic()
         if now - self._last_line < LINE_INTERVAL_S and self._done < self._total:
@@ -29,7 +29,7 @@ class Progress:
 
 
 def show_progress(what: str, written: Iterator[int], num_shards: int, unit: str = "tokens") -> None:
-    """Show how far the writing of shards is, to its end; `written` has the tokens of each, as they come."""
+    """Show the progress of writing shards until `written` ends, which yields the number of units of each shard."""
     progress, total, started = Progress(what, num_shards, "shards"), 0, time.monotonic()
     for count in written:
         total += count

@@ -1,8 +1,8 @@
-"""Ray Train workers that fit something and survive kills: what the training jobs share.
+"""Ray Train with checkpoints that survive kills, shared by the training jobs.
 
-A worker's function asks `saved_state()` where to go on, and calls `report` with a new state now and then; rank 0's is
-kept. A lost worker restarts the group from the last state, and the same command after a lost driver does, too: the
-name of a run holds all that its result depends on.
+A worker's function restores `saved_state()` and periodically calls `report` with a new state; rank 0's state is the
+checkpoint. After a lost worker the group restarts from the last checkpoint, and so does the same command after a lost
+driver: the name of a run is a hash of everything that its result depends on.
 """
 
 import logging
@@ -24,22 +24,22 @@ from jobs.common.cluster import actor_options
 from jobs.common.registry import Registry, RunRecord
 
 STATE_FILE = "state.pt"
-STATE_API = "RAY_API_SERVER_ADDRESS"  # takes the cluster's address, too; RAY_ADDRESS means more to jobs (cluster.py)
+STATE_API = "RAY_API_SERVER_ADDRESS"  # accepts the cluster's address; jobs use RAY_ADDRESS otherwise (cluster.py)
 log = logging.getLogger(__name__)
 State = dict[str, Any]
 
 
 def scaling_config(num_workers: int, accelerator_type: str | None, num_cpus: float) -> ray.train.ScalingConfig:
-    """Workers that each hold what `actor_options` gives an actor.
+    """Scaling of workers, each with the resources of `actor_options`.
 
-    Raises ValueError where a cluster of fixed size can never place them: Ray would wait for ever.
+    Raises ValueError if a cluster of fixed size cannot place them, since Ray would wait forever.
     """
     options = actor_options(accelerator_type, num_cpus)
     need = {"CPU": num_cpus} | ({"GPU": 1.0} if "num_gpus" in options else {})
-    for kind, each in need.items():
-        there = ray.cluster_resources().get(kind, 0)
-        if num_workers * each > there and not os.environ.get("RAY_ADDRESS"):  # a cluster may grow
-            raise ValueError(f"num_workers {num_workers} of {each:g} {kind} each: there are {there:g}")
+    for kind, num_needed in need.items():
+        num_available = ray.cluster_resources().get(kind, 0)
+        if num_workers * num_needed > num_available and not os.environ.get("RAY_ADDRESS"):  # a cluster may grow
+            raise ValueError(f"num_workers {num_workers} of {num_needed:g} {kind} each: there are {num_available:g}")
     return ray.train.ScalingConfig(
         num_workers=num_workers,
         use_gpu="GPU" in need,
@@ -50,7 +50,7 @@ def scaling_config(num_workers: int, accelerator_type: str | None, num_cpus: flo
 
 @contextmanager
 def recorded(registry: Registry, kind: str, storage: Path, name: str) -> Iterator[RunRecord]:
-    """The MLflow run of a training; the one that an interrupted driver left, if the store still has it."""
+    """The MLflow run of a training: the run of an interrupted driver if the store has it, otherwise a new one."""
     file = storage / f"{name}.run"
     with registry.log_run(kind, run_id=_unfinished_run(registry, file)) as record:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +68,9 @@ def _unfinished_run(registry: Registry, file: Path) -> str | None:
 def train(
     work: Callable[[], None], scaling: ray.train.ScalingConfig, storage: Path, name: str, max_failures: int
 ) -> tuple[State, dict[str, Any]]:
-    """Run the workers, or go on with them; returns the last reported state and its metrics."""
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # also how long a report may wait: 2 s
+    """Run the workers, or continue an interrupted run; returns the last reported state and its metrics."""
+    # Also bounds the latency of a report, by default 2 s.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     trainer = ray.train.torch.TorchTrainer(
         work,
         scaling_config=scaling,
@@ -81,18 +82,18 @@ def train(
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
-    with _cluster_is_named():
+    with _cluster_address_in_environment():
         result = trainer.fit()
     assert result.checkpoint is not None, "the last state is always reported"
     return _load(result.checkpoint), result.metrics or {}
 
 
 @contextmanager
-def _cluster_is_named() -> Iterator[None]:
-    """Say in the environment of Ray Train's own actors which cluster they are in.
+def _cluster_address_in_environment() -> Iterator[None]:
+    """Set the cluster's address in the environment of Ray Train's internal actors.
 
-    Otherwise those that ask whether the controller lives look for any cluster on the machine. Where there are two,
-    they die, or ask the other one, which knows no such controller, and take the resources of a training that runs.
+    Otherwise the actors that check the controller look for any cluster on the machine. With two clusters they fail,
+    or query the wrong one, which does not know the controller, and then release the resources of a running training.
     """
     ENV_VARS_TO_PROPAGATE.add(STATE_API)
     before = os.environ.get(STATE_API)
@@ -110,14 +111,14 @@ def _cluster_is_named() -> Iterator[None]:
 
 
 def saved_state() -> State | None:
-    """Where the worker's group goes on; None at the start. Call it first."""
-    logging.getLogger().setLevel(logging.WARNING)  # Ray Train logs a line for each report otherwise
+    """Last checkpoint of the worker group; None at the start. Call it before anything else in a worker."""
+    logging.getLogger().setLevel(logging.WARNING)  # otherwise Ray Train logs a line for each report
     checkpoint = ray.train.get_checkpoint()
     return None if checkpoint is None else _load(checkpoint)
 
 
 def report(metrics: dict[str, float], state: State | None) -> None:
-    """All ranks report; the one with a state adds it as a checkpoint."""
+    """Report metrics, called by all ranks; a state is stored as the checkpoint."""
     if state is None:
         ray.train.report(metrics)
         return
@@ -127,22 +128,22 @@ def report(metrics: dict[str, float], state: State | None) -> None:
 
 
 class MetricLog:
-    """Metrics by step on their way to an MLflow run: while the store is away they wait, and training goes on.
+    """Buffer of metrics by step for an MLflow run: training continues while the store is unreachable.
 
-    What waits belongs to the state of a checkpoint, so that a worker that takes over logs it; a step is logged once.
+    Checkpoints include the waiting metrics, so a restarted worker logs them. Each step is logged once.
     """
 
     def __init__(self, store: str, run_id: str, waiting: Sequence[tuple[int, dict[str, float]]] = ()) -> None:
         self.waiting = list(waiting)
         self._store, self._run_id = store, run_id
-        self._last_step: int | None = None  # that the run has; None until the store has said it
+        self._last_step: int | None = None  # logged in the run; None before the first query
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
-        """Let the metrics of a step wait; `flush` logs them."""
+        """Add the metrics of a step to the buffer; `flush` logs them."""
         self.waiting.append((step, metrics))
 
     def flush(self) -> None:
-        """Log what waits, in order, as far as the store takes it."""
+        """Log the waiting metrics in order; those that the store refuses keep waiting."""
         try:
             record = Registry.open(self._store).run(self._run_id)
             while self.waiting:
@@ -153,7 +154,7 @@ class MetricLog:
                     record.log_metrics(metrics, step=step)
                     self._last_step = step
                 del self.waiting[0]
-        except Exception as error:  # MLflow's, its database's, its server's: none is worth a checkpoint
+        except Exception as error:  # of MLflow, its database or its server: none may lose a checkpoint
             log.warning("metrics of %d steps are logged later: %s", len(self.waiting), without_secrets(str(error)))
 
 

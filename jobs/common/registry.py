@@ -1,8 +1,8 @@
-"""MLflow store: runs, registered policies and the alias `champion`. The only importer of mlflow.
+"""MLflow store: runs, registered policies and the alias `champion`. The only module that imports mlflow.
 
-The store is MLFLOW_TRACKING_URI, or `mlflow.db` with `mlartifacts/` in the working directory. Several processes that
-create a new sqlite store at once destroy it, so `Registry.open` makes the first access under a file lock. Policies
-are registered as the plain files of `save_policy`; nothing is pickled or unpickled.
+The store is MLFLOW_TRACKING_URI, or `mlflow.db` with `mlartifacts/` in the working directory. Processes that create a
+new sqlite store at the same time corrupt it, so `Registry.open` takes a file lock for the first access. Policies are
+registered as the plain files of `save_policy`; nothing is pickled or unpickled.
 """
 
 import json
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "blockpilot"
 CHAMPION = "champion"
-AUTO = "auto"  # the champion, or what needs no registry while there is none
-UNTRAINED = "untrained"  # names the policy that is not learned and in no registry
+AUTO = "auto"  # the champion, or the untrained choice while there is none
+UNTRAINED = "untrained"  # the acceptance model without training, which no registry holds
 _SQLITE = "sqlite:///"
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _QUIET = {
@@ -43,14 +43,14 @@ _QUIET = {
 
 
 def model_name(target: str) -> str:
-    """The registered model of a target's policies: 'Qwen/Qwen3-4B' -> 'blockpilot-qwen3-4b'."""
+    """Name of the registered model of a target's policies: 'Qwen/Qwen3-4B' -> 'blockpilot-qwen3-4b'."""
     return f"blockpilot-{target_slug(target)}"
 
 
 def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, else sqlite in the working directory; sqlite paths made absolute.
+    """MLFLOW_TRACKING_URI, otherwise sqlite in the working directory; sqlite paths are made absolute.
 
-    Raises ValueError for a relative path in a submitted job: its working directory is a temporary copy.
+    Raises ValueError for a relative path in a submitted job, whose working directory is a temporary copy.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
     if not uri.startswith(_SQLITE):
@@ -66,7 +66,7 @@ def tracking_uri() -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Figures of jobs/evaluate.py on held-out prompts, stored as the version's tags `heldout.<field>`."""
+    """Results of jobs/evaluate.py on held-out prompts, stored as the version's tags `heldout.<field>`."""
 
     policy_tau: float
     best_fixed_tau: float
@@ -77,21 +77,21 @@ class HeldOut:
     """95% interval over prompts of policy_speed / best_fixed_speed."""
     speed_ratio_high: float
     num_prompts: float = 0
-    """Of the evaluation."""
+    """Number of held-out prompts."""
     champion: float = 0
-    """Version number of the champion that was measured in the same runs; 0 for none."""
+    """Version number of the champion measured in the same runs; 0 for none."""
     champion_ratio: float = 0.0
     """policy_speed over the champion's, with its 95% interval."""
     champion_ratio_low: float = 0.0
     champion_ratio_high: float = 0.0
     untrained_ratio: float = 0.0
-    """policy_speed over the untrained choice's, with its 95% interval; 0 where that was not measured."""
+    """policy_speed over the untrained choice's, with its 95% interval; 0 if that was not measured."""
     untrained_ratio_low: float = 0.0
     untrained_ratio_high: float = 0.0
 
     @property
     def has_untrained(self) -> bool:
-        """The untrained choice was measured in the same runs."""
+        """True if the untrained choice was measured in the same runs."""
         return self.untrained_ratio != 0
 
 
@@ -105,7 +105,7 @@ class Version(NamedTuple):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """Its held-out figures; None until evaluate has logged all of them."""
+        """The held-out results; None until jobs/evaluate.py has logged all of them."""
         tags = {f.name: f"heldout.{f.name}" for f in fields(HeldOut)}
         if not self.tags.keys() >= set(tags.values()):
             return None
@@ -120,11 +120,11 @@ class RunRecord:
         self._client = client
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Log settings of the run, without secrets; a continued run keeps the values that it began with."""
+        """Log settings of the run, without secrets; a continued run keeps its first values."""
         from mlflow.entities import Param
 
-        known = self._client.get_run(self.id).data.params
-        new = [Param(k, without_secrets(str(v))) for k, v in params.items() if k not in known]
+        logged = self._client.get_run(self.id).data.params
+        new = [Param(k, without_secrets(str(v))) for k, v in params.items() if k not in logged]
         self._client.log_batch(self.id, params=new)
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
@@ -138,7 +138,7 @@ class RunRecord:
         self._client.log_batch(self.id, [Metric(k, float(v), now_ms, step) for k, v in metrics.items()])
 
     def last_step(self, metric: str) -> int:
-        """Last step of `metric`; -1 before the first. A resumed run starts after it."""
+        """Last logged step of `metric`; -1 before the first."""
         return max((m.step for m in self._client.get_metric_history(self.id, metric)), default=-1)
 
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
@@ -147,17 +147,17 @@ class RunRecord:
         log(self.id, str(path), folder)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Log rows with the same keys, one at least, as a table in the MLflow UI; `name` ends in .json."""
+        """Log at least one row, all with the same keys, as a table in the MLflow UI; `name` ends in .json."""
         columns = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         self._client.log_dict(self.id, {"columns": columns, "data": data}, name)
-        known = self._client.get_run(self.id).data.tags.get(_TABLES_TAG, "[]")
-        tables = [*json.loads(known), {"path": name, "type": "table"}]
+        logged = self._client.get_run(self.id).data.tags.get(_TABLES_TAG, "[]")
+        tables = [*json.loads(logged), {"path": name, "type": "table"}]
         self._client.set_tag(self.id, _TABLES_TAG, json.dumps(tables))
 
 
 class Registry:
-    """Connection to an MLflow store. Raises ValueError where a name, a version or the store does not exist."""
+    """Connection to an MLflow store. Raises ValueError if a name, a version or the store does not exist."""
 
     def __init__(self, uri: str, client: "MlflowClient") -> None:
         self.uri = uri
@@ -165,7 +165,7 @@ class Registry:
 
     @staticmethod
     def open(uri: str | None = None) -> "Registry":
-        """Connect; creates a new sqlite store under a lock. Other processes open `registry.uri`."""
+        """Connect; creates a new sqlite store under a lock. Other processes connect by `registry.uri`."""
         uri = uri or tracking_uri()
         if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).parent.is_dir():
             raise ValueError(f"MLflow store {uri}: no such directory")
@@ -181,7 +181,7 @@ class Registry:
 
     @contextmanager
     def log_run(self, name: str, *, run_id: str | None = None, experiment: str = EXPERIMENT) -> Iterator[RunRecord]:
-        """Record a run, or go on with `run_id`; it ends FINISHED, or FAILED by an exception."""
+        """Record a new run, or continue `run_id`; its status ends as FINISHED, or FAILED after an exception."""
         if run_id is None:
             run_id = self._client.create_run(self._experiment_id(experiment), run_name=name).info.run_id
         else:
@@ -195,7 +195,7 @@ class Registry:
         self._client.set_terminated(run_id, "FINISHED")
 
     def run(self, run_id: str) -> RunRecord:
-        """Writer to an existing run, from another process; leaves its status alone."""
+        """Writer to an existing run, from another process; does not change the run's status."""
         with _clear_errors(f"run {run_id} in {self.uri}"):
             self._client.get_run(run_id)
         return RunRecord(self._client, run_id)
@@ -203,17 +203,18 @@ class Registry:
     def _experiment_id(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             location = None
-            if self.uri.startswith(_SQLITE):  # otherwise relative to whichever process comes first
+            if self.uri.startswith(_SQLITE):  # otherwise relative to the directory of the first process
                 location = (Path(self.uri.removeprefix(_SQLITE)).parent / "mlartifacts").as_uri()
             try:
                 return self._client.create_experiment(name, artifact_location=location)
             except MlflowException:
-                if (found := self._client.get_experiment_by_name(name)) is None:  # no other process was faster
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:  # no other process has created it
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     # --- policies ---
 
@@ -241,8 +242,8 @@ class Registry:
         """All versions of a model, oldest first; ValueError when there is no such model."""
         with _clear_errors(f"registered model {name!r} in {self.uri}"):
             self._client.get_registered_model(name)
-        found = self._client.search_model_versions(f"name = '{name}'")
-        return sorted(map(_version, found), key=lambda version: version.number)
+        model_versions = self._client.search_model_versions(f"name = '{name}'")
+        return sorted(map(_version, model_versions), key=lambda version: version.number)
 
     def has_model(self, name: str) -> bool:
         """True if a model of this name is registered."""
@@ -264,7 +265,7 @@ class Registry:
             self._client.set_model_version_tag(version.name, str(version.number), key, str(value))
 
     def log_held_out(self, version: Version, figures: HeldOut) -> None:
-        """Tag a version with its held-out figures, which jobs/promote.py reads."""
+        """Tag a version with its held-out results, which jobs/promote.py reads."""
         self.tag_version(version, {f"heldout.{name}": value for name, value in asdict(figures).items()})
 
     def set_champion(self, version: Version) -> None:
@@ -283,22 +284,22 @@ class Registry:
         return self.champion(name) if CHAMPION in aliases else None
 
     def download(self, version: Version, directory: str | Path) -> Path:
-        """Copy a version's files to `directory` (replaced when it exists), for `load_policy`."""
+        """Copy a version's files to `directory`, which is replaced if it exists, for `load_policy`."""
         import mlflow
 
         folder = Path(directory).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
             with _clear_errors(f"version {version.number} of {version.name!r} in {self.uri}"):
-                found = mlflow.artifacts.download_artifacts(
+                downloaded = mlflow.artifacts.download_artifacts(
                     artifact_uri=self._address(version), dst_path=partial, tracking_uri=self.uri
                 )
             shutil.rmtree(folder, ignore_errors=True)
-            Path(found).rename(folder)
+            Path(downloaded).rename(folder)
         return folder
 
     def _address(self, version: Version) -> str:
-        """URI of a version's files. MLflow itself would look "models:/" up in its global registry."""
+        """URI of a version's files. MLflow would resolve "models:/" in its global registry, not in this one."""
         source = str(self._client.get_model_version(version.name, str(version.number)).source)
         if not source.startswith("models:/"):
             return source
@@ -312,7 +313,7 @@ def _version(version: "ModelVersion") -> Version:
 
 @contextmanager
 def kept_for_later(uri: str, output: Path) -> Iterator[None]:
-    """Turn errors of logging a finished result into a ValueError that says how to log it later."""
+    """Turn errors while logging a finished result into a ValueError that says how to log it later."""
     try:
         with _clear_errors(f"MLflow store {uri}"):
             yield
@@ -322,8 +323,8 @@ def kept_for_later(uri: str, output: Path) -> Iterator[None]:
 
 @contextmanager
 def _clear_errors(what: str) -> Iterator[None]:
-    """Turn MLflow's errors into one-line ValueErrors that name `what` was asked for."""
-    for name, value in _QUIET.items():  # before MLflow is imported; the user's own settings stay
+    """Turn MLflow's errors into one-line ValueErrors that begin with `what`."""
+    for name, value in _QUIET.items():  # before MLflow is imported; the user's settings take precedence
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow.exceptions import MlflowException

@@ -1,1 +1,1 @@
-"""Parts of jobs/evaluate.py."""
+"""Parts of jobs/evaluate.py: configuration and plan, the measuring actor, and the result."""

@@ -1,6 +1,6 @@
-"""The configuration of jobs/evaluate.py and its plan: prompts, groups and policies.
+"""Configuration of jobs/evaluate.py and its plan: prompts, groups and policies.
 
-Checks everything that can be checked before Ray starts and a model is loaded.
+Everything that can be checked before Ray starts and a model is loaded is checked here.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,8 @@ AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "
 CONTROL, STATIC = "AR again", "best static"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
 LOOKUP, SWITCH, NO_LOOKUP = "lookup alone", "lookup or draft", f"{UNTRAINED} without lookup"
-METHOD_PREFIX, TREE_PREFIX, WITH_LOOKUP = "B=", "tree ", " with lookup"  # of fixed block sizes, and nodes
+# Parts of the names of methods: a fixed block size, a fixed tree by its nodes, and a tree with lookup.
+METHOD_PREFIX, TREE_PREFIX, WITH_LOOKUP = "B=", "tree ", " with lookup"
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {
     "control": CONTROL,
@@ -43,71 +44,79 @@ WITHOUT_DRAFT = "control", "untrained"  # baselines that need no draft
 
 
 def method_name(block_size: int) -> str:
-    """Of a fixed block size."""
+    """Name of the method with a fixed block size."""
     return AR if block_size == 1 else f"{METHOD_PREFIX}{block_size}"
 
 
 class EvaluateConfig(Config):
-    """Which methods to measure, on which prompts, and how."""
+    """Methods to measure, prompts, and load."""
 
     pair: PairConfig = PairConfig()
     prompts: tuple[str, ...] = Field(min_length=1)
-    """Prompt sets by name, and files (.jsonl, .parquet, .txt); none that the policy has learned from."""
+    """Names of prompt sets, and prompt files (.jsonl, .parquet, .txt). The policy's training prompts are refused."""
     num_prompts: int | None = Field(default=None, ge=1)
-    """Prompts of each set and file; all of them by default."""
+    """Number of prompts of each set and file; by default all."""
     shuffle_seed: int = 0
-    """Draws which prompts of a set come first."""
+    """Seed of the order in which the prompts of a set are taken."""
     policy: str = CHAMPION
-    """"champion" or "newest" of the registry, the directory of a policy, or "none": all that a lone target has."""
+    """Policy to measure: "champion" or "newest" of the registry, the directory of a policy, or "none", as for a
+    target without a draft."""
     rivals: tuple[str, ...] = (CHAMPION,)
-    """Policies to measure beside it: directories, and "champion" (left out where there is no other)."""
+    """Further policies to measure: directories, and "champion" (skipped if there is none or it is `policy`)."""
     baselines: tuple[str, ...] = ("control", "random", "means", "untrained", "oracle")
-    """What else to measure; none by `--baselines` alone. control: AR again. means: chains as deep as running means of
-    acceptance say (Ollama). verification: one budget for the chains of all rows, by margins of the draft (vLLM).
-    budget: a tree for every row by its own price (CaDDTree). untrained: the choice of every step, with no
-    training; to be promoted, a policy must beat it. no-lookup: the same without what earlier text suggests. lookup:
-    that alone, without the draft (vLLM's ngram), and the fixed trees with it. switch: lookup where the text has a
-    match, else the draft (llama.cpp). Of a target without a draft control and untrained (lookup) alone.
-    random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
+    """Baselines to measure; `--baselines` without values measures none. A target without a draft has control and
+    untrained only.
+    control: AR again, for timing noise.
+    random: a random block size for each prompt.
+    means: chains whose depth follows running means of acceptance (Ollama).
+    verification: one verification budget for the chains of all rows, by the draft's margins (vLLM).
+    budget: a tree for each row, sized as if it were the only row (CaDDTree).
+    untrained: BlockPilot's adaptive trees without training; a policy must beat it to be promoted.
+    no-lookup: untrained, without prompt lookup.
+    lookup: prompt lookup without the draft (vLLM's ngram), and the fixed trees with lookup.
+    switch: prompt lookup if the text has a match, otherwise the draft (llama.cpp).
+    oracle: the best block size for each prompt in hindsight, a bound."""
     rival_drafts: tuple[str, ...] = ()
-    """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block
-    sizes up to their own, the fixed trees, and the untrained choice where `untrained` is a baseline."""
+    """Other drafts of the same target to measure, such as EAGLE-3, by hub id or local directory: with chains of the
+    fixed block sizes up to the draft's, with the fixed trees, and with `untrained` if that is a baseline."""
     tree_sizes: tuple[int, ...] = ()
-    """Fixed draft trees of so many nodes, ascending (DDTree)."""
+    """Numbers of nodes of the fixed draft trees (DDTree), ascending."""
     block_sizes: tuple[int, ...] | None = None
-    """Fixed block sizes, ascending. Default: the candidates of a policy of kind prompt, or quarters of the draft's
-    trained one."""
+    """Fixed block sizes, ascending. By default the candidates of a policy of kind prompt, otherwise quarters of the
+    draft's trained block size."""
     sweep: tuple[Place, ...] = ()
-    """Sweeps whose prompts are refused, besides those that the policies know: the best fixed block size is theirs."""
+    """Sweeps that select the best fixed block size. Their prompts are refused, like the training prompts of
+    policies."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the target's distribution; 1 is all of it."""
+    """Nucleus sampling: probability mass of the target's distribution that is kept; 1 keeps everything."""
     seed: int = Field(default=1, ge=-(2**62), lt=2**62)
-    """Seed of the sampler, another than the sweep's; each repeat adds one."""
+    """Seed of the sampler; must differ from the sweep's. Each repeat adds one."""
     max_new_tokens: int = Field(default=128, ge=4)
-    """Tokens of an answer at most; where several are decoded together, every prompt has a limit of its own from half
-    of this."""
+    """Maximum tokens of an answer. With a concurrency above 1 each prompt has its limit, between half of this and
+    this."""
     concurrency: int = Field(default=1, ge=1)
-    """Requests decoded together; when one ends, the next one begins."""
+    """Requests decoded together; when one ends, the next one starts."""
     waves: int = Field(default=4, ge=1)
-    """Prompts of a group, which share a queue, over the concurrency: the more, the less its end counts."""
+    """Prompts of a group, which share a queue, divided by the concurrency. With more waves the draining of the batch
+    at the end of a group matters less."""
     warm_up: int = Field(default=16, ge=0)
-    """Prompts that what adapts has decoded before each group: of every second group, for the others. 0 for none."""
+    """Prompts of other groups that adaptive methods decode before each group; 0 for none."""
     repeats: int = Field(default=1, ge=1)
-    """Times that everything is run."""
+    """Number of times that everything is measured."""
     output: Path = Path("runs/evaluate")
-    """Directory of the result; an absolute path in a submitted job."""
+    """Output directory; must be absolute in a submitted job."""
     accelerator_type: str | None = None
-    """Run on a GPU of this type. Otherwise a GPU where there are any."""
+    """GPU type to run on; by default any GPU, or the CPU if there is none."""
     num_cpus: float = Field(default=1.0, gt=0)
-    """CPU cores; also torch threads (at least one)."""
+    """CPU cores, and torch threads (at least one)."""
     relog: bool = False
-    """Measure nothing: log the finished evaluation in `output` to MLflow."""
+    """Measure nothing; log the finished evaluation in `output` to MLflow."""
 
     @property
     def baseline_methods(self) -> list[str]:
-        """The chosen baselines by the names of their methods; without a draft those that need none."""
+        """Methods of the configured baselines; for a target without a draft only those that need none."""
         possible = BASELINES if self.pair.has_draft else WITHOUT_DRAFT
         return [method for name, method in BASELINES.items() if name in self.baselines and name in possible]
 
@@ -117,7 +126,7 @@ class EvaluateConfig(Config):
         return self.concurrency * self.waves
 
     def limit(self, prompt: Prompt) -> int:
-        """Tokens of a prompt's answer at most."""
+        """Maximum tokens of a prompt's answer."""
         return self.max_new_tokens if self.concurrency == 1 else answer_limit(prompt, self.max_new_tokens)
 
     @field_validator("block_sizes")
@@ -140,12 +149,12 @@ class EvaluateConfig(Config):
     @classmethod
     def _check_baselines(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := sorted(set(names) - set(BASELINES)):
-            raise ValueError(f"{unknown[0]!r}: must be of {', '.join(BASELINES)}")
+            raise ValueError(f"{unknown[0]!r}: must be one of {', '.join(BASELINES)}")
         return names
 
 
 class Swept(NamedTuple):
-    """What is used of sweeps."""
+    """Pair, candidates and tau by block size of the sweeps."""
 
     pair: PairId
     candidates: tuple[int, ...]
@@ -153,27 +162,27 @@ class Swept(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to do, checked before any model is loaded; all of it plain values."""
+    """Plan of an evaluation in plain values, checked before any model is loaded."""
 
     prompts: tuple[Prompt, ...]
     groups: tuple[tuple[int, ...], ...]
-    """Places of the prompts that share a queue; all of one set."""
+    """Indices of the prompts that share a queue; all of one set."""
     sweep: Swept | None
     policies: dict[str, Path]
     """Directories by the name of the method; the first one is `policy`."""
     version: Version | None  # of the policy, when it is a registered one
-    champion: int | None  # number of the version that is measured beside it
+    champion: int | None  # number of the champion that is also measured, if any
     price: StepPrice | None = None
-    """Used where it was measured on such a device; measured anew otherwise."""
+    """Step cost, used if it was measured on the same kind of device; otherwise measured again."""
 
-    def without(self, places: Collection[int], group_size: int) -> "Plan":
-        """The plan of the other prompts."""
-        kept = tuple(prompt for place, prompt in enumerate(self.prompts) if place not in places)
-        return self._replace(prompts=kept, groups=group(kept, group_size)) if places else self
+    def without(self, indices: Collection[int], group_size: int) -> "Plan":
+        """The plan without the prompts at these indices."""
+        prompts = tuple(prompt for i, prompt in enumerate(self.prompts) if i not in indices)
+        return self._replace(prompts=prompts, groups=group(prompts, group_size)) if indices else self
 
     def reasons(self, set_aside: Mapping[int, str]) -> str:
-        """The first reasons why prompts are set aside, by their place."""
-        prompts = {place: self.prompts[place] for place in set_aside}
+        """The first reasons why prompts are set aside; `set_aside` has them by index."""
+        prompts = {i: self.prompts[i] for i in set_aside}
         return reasons([SetAside(f"{p.text[:60]!r} of {p.set}", set_aside[i]) for i, p in prompts.items()])
 
     def learned_from(self, method: str) -> LearnedFrom:
@@ -182,52 +191,52 @@ class Plan(NamedTuple):
 
 
 def plan_for(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
-    """What to do with inputs that were read. Raises ValueError for policies that do not fit them."""
+    """The plan for these prompts and sweeps. Raises ValueError for policies that do not fit them."""
     groups = group(prompts, config.group_size)
-    found = Plan(prompts, groups, swept, *find_policies(config, registry))
-    _check_held_out(found)
-    return found._replace(price=known_price(config, found))
+    plan = Plan(prompts, groups, swept, *find_policies(config, registry))
+    _check_held_out(plan)
+    return plan._replace(price=known_price(config, plan))
 
 
 def known_price(config: EvaluateConfig, plan: Plan) -> StepPrice | None:
-    """The one beside the first sweep, or else beside the policy, if there is any."""
-    known = config.sweep[0] if config.sweep else plan.policies.get(POLICY)
-    price = join(known, PRICE_FILE) if known else ""
-    return read_price(price) if price and is_file(price) else None
+    """Step cost of the first sweep, otherwise of the policy; None if there is none."""
+    folder = config.sweep[0] if config.sweep else plan.policies.get(POLICY)
+    file = join(folder, PRICE_FILE) if folder else ""
+    return read_price(file) if file and is_file(file) else None
 
 
 def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
-    """The prompts, and the sweeps if there are any. Raises ValueError where they do not fit the configuration."""
+    """Read the prompts and the sweeps, if any. Raises ValueError if they do not fit the configuration."""
     for name in ("block_sizes", "tree_sizes"):
         if values := getattr(config, name):
             config.pair.need_draft(f"{name} {values}")
     config.pair.names()
-    drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
-    prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
+    loaded = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
+    prompts = tuple({prompt.text: prompt for prompt in loaded}.values())
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} prompts: intervals need at least two")
     return prompts, _read_sweeps(config, prompts) if config.sweep else None
 
 
 def group(prompts: Sequence[Prompt], num: int) -> tuple[tuple[int, ...], ...]:
-    """Places of prompts that share a queue, so many at most, set by set."""
+    """Indices of the prompts of each group: at most `num`, all of one set."""
     by_set: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        by_set.setdefault(prompt.set, []).append(place)
-    return tuple(tuple(places[i : i + num]) for places in by_set.values() for i in range(0, len(places), num))
+    for index, prompt in enumerate(prompts):
+        by_set.setdefault(prompt.set, []).append(index)
+    return tuple(tuple(indices[i : i + num]) for indices in by_set.values() for i in range(0, len(indices), num))
 
 
 def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
-    texts, summary, fitting, pairs = {prompt.text for prompt in prompts}, Summary(), Summary(), set[PairId]()
-    for place in config.sweep:
-        for part in read_parts(place):
-            config.pair.check_made_for(f"sweep {place}", part.metadata.pair)
+    texts, summary, same_temperature, pairs = {prompt.text for prompt in prompts}, Summary(), Summary(), set[PairId]()
+    for sweep in config.sweep:
+        for part in read_parts(sweep):
+            config.pair.check_made_for(f"sweep {sweep}", part.metadata.pair)
             pairs.add(part.metadata.pair)
-            seen = [row for row in part.rows if row.prompt in texts]
-            if seen:
+            repeated = [row for row in part.rows if row.prompt in texts]
+            if repeated:
                 raise ValueError(
-                    f"{len(seen)} of {len(prompts)} prompts are in sweep {place} and so not held out; "
-                    f"the first: {seen[0].prompt_id} {seen[0].prompt[:60]!r}"
+                    f"{len(repeated)} of {len(prompts)} prompts are in sweep {sweep} and so not held out; "
+                    f"the first: {repeated[0].prompt_id} {repeated[0].prompt[:60]!r}"
                 )
             if config.seed <= part.metadata.config["seed"] < config.seed + config.repeats:
                 raise ValueError(
@@ -238,43 +247,44 @@ def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
                     f"block_sizes {config.block_sizes}: none is a candidate of the sweep {part.metadata.candidates}"
                 )
             summary.add(part.rows)
-            fitting.add([row for row in part.rows if row.temperature == config.temperature])
+            same_temperature.add([row for row in part.rows if row.temperature == config.temperature])
     if len(pairs) > 1:
         raise ValueError(f"sweeps {config.sweep}: of one pair wanted, these are of {' and '.join(map(str, pairs))}")
     metadata = part.metadata
-    taus = (fitting if fitting.num_rows else summary).tau_curve
+    taus = (same_temperature if same_temperature.num_rows else summary).tau_curve
     return Swept(metadata.pair, tuple(metadata.candidates), taus)
 
 
 def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str, Path], Version | None, int | None]:
-    """Directories of the policy and its rivals by the name of the method; the policy's version and the champion's.
+    """Directories of the policy and its rivals by method, the policy's version, and the champion's number.
 
-    Raises ValueError where there is no such policy or it is for other models.
+    Raises ValueError if there is no such policy or it is for other models.
     """
-    of_registry = config.policy in (CHAMPION, NEWEST)
-    if config.policy == NO_POLICY or (of_registry and not config.pair.has_draft):
+    is_registered = config.policy in (CHAMPION, NEWEST)
+    if config.policy == NO_POLICY or (is_registered and not config.pair.has_draft):
         return {}, None, None
     config.pair.need_draft(f"policy {config.policy}")
     version, directory = None, Path(config.policy).absolute()
-    if of_registry:
+    if is_registered:
         version = _find_version(config, registry)
         directory = _download(config, registry, version)
     policies, champion = {POLICY: directory}, None
     for rival in config.rivals:
         if rival != CHAMPION:
             name = Path(rival).name
-            taken = name in (*policies, CHAMPION, AR, *BASELINES.values())
-            taken |= name.startswith((METHOD_PREFIX, TREE_PREFIX))
-            policies[rival if taken else name] = Path(rival).absolute()
-        elif (found := _find_champion(config, registry)) is not None and found != version:
-            place = _download(config, registry, found)
+            is_taken = name in (*policies, CHAMPION, AR, *BASELINES.values())
+            is_taken |= name.startswith((METHOD_PREFIX, TREE_PREFIX))
+            policies[rival if is_taken else name] = Path(rival).absolute()
+        elif (registered := _find_champion(config, registry)) is not None and registered != version:
+            champion_directory = _download(config, registry, registered)
             try:
-                load_policy(place)
-                policies[CHAMPION], champion = place, found.number
+                load_policy(champion_directory)
+                policies[CHAMPION], champion = champion_directory, registered.number
             except ValueError as error:
                 print(f"evaluate: the champion is left out: {error}")
-    made_for = {name: load_policy(place).info.pair for name, place in policies.items()}
-    config.pair.check_made_for(f"policy {directory}", made_for[POLICY])  # unfit rivals are left out when it is loaded
+    made_for = {name: load_policy(policy).info.pair for name, policy in policies.items()}
+    # Rivals of another pair are skipped when they are loaded.
+    config.pair.check_made_for(f"policy {directory}", made_for[POLICY])
     return policies, version, champion
 
 
@@ -298,13 +308,13 @@ def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
 
 
 def _check_held_out(plan: Plan) -> None:
-    """Raise ValueError where a policy remembers to have been trained on one of the prompts."""
+    """Raise ValueError if a policy was trained on one of the prompts."""
     for method, directory in plan.policies.items():
-        known = plan.learned_from(method).prompts
-        seen = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in known]
-        if seen:
-            key = prompt_ids(seen[0], 0, 0.0)[0]
+        training_keys = plan.learned_from(method).prompts
+        repeated = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in training_keys]
+        if repeated:
+            key = prompt_ids(repeated[0], 0, 0.0)[0]
             raise ValueError(
-                f"{len(seen)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained on; "
-                f"the first: {key} {seen[0].text[:60]!r}"
+                f"{len(repeated)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained"
+                f" on; the first: {key} {repeated[0].text[:60]!r}"
             )

@@ -1,4 +1,4 @@
-"""What jobs/evaluate.py has measured: figures, table and conclusions, on disk and in MLflow."""
+"""Result of jobs/evaluate.py: figures, table and conclusions, on disk and in MLflow."""
 
 import json
 import math
@@ -24,12 +24,12 @@ from jobs.evaluation.actor import Setting
 from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, STATIC, TREE_PREFIX, EvaluateConfig, Plan, method_name
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
-RUNS_FILE = "runs.json"  # what the figures were worked out from
+RUNS_FILE = "runs.json"  # the measurements behind the figures
 PICTURES = SPEED_UPS, OVER_BEST_FIXED, STEP_COST = "speed_ups.png", "over_best_fixed.png", "step_cost.png"
 
 
 class EvaluateResult(NamedTuple):
-    """What was measured."""
+    """Result of an evaluation."""
 
     figures: list[Figures]  # AR first, then block sizes ascending, baselines, policies, and the oracle
     best_fixed: int
@@ -39,7 +39,7 @@ class EvaluateResult(NamedTuple):
 
 
 def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[MethodRun]) -> None:
-    """Work out the figures and write them, with all that `log` needs."""
+    """Compute the figures and write them, with everything that `log` needs."""
     statics = [m for m, size in setting.block_sizes.items() if size is not None or m.startswith(TREE_PREFIX)]
     static = chosen_across(runs, statics, STATIC)
     comparison = _comparison([*runs, *static.runs], setting)
@@ -86,19 +86,19 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
 def _pictures(
     config: EvaluateConfig, setting: Setting, figures: Sequence[Figures], by_set: Mapping[str, Mapping[str, Interval]]
 ) -> dict[str, bytes]:
-    """PNGs by file name: speed-ups over AR, what chooses over the best fixed size by prompt set, cost of a step."""
+    """PNGs by file name: speed-ups over AR, adaptive methods over the best fixed size by prompt set, step cost."""
     from jobs.common import figures as plots  # a second to import
 
-    shown = [m for m in (UNTRAINED, POLICY, ORACLE) if any(m in row for row in by_set.values())]
+    methods = [m for m in (UNTRAINED, POLICY, ORACLE) if any(m in row for row in by_set.values())]
     speed_ups = {row.method: row.speedup for row in figures if row.method != AR}
-    drawn = {SPEED_UPS: plots.speed_ups({load_name(config.temperature, config.concurrency): speed_ups})}
-    if shown:
-        drawn[OVER_BEST_FIXED] = plots.over_best_fixed(by_set, shown)
-    return drawn | {STEP_COST: plots.cost_curves(setting.price)}
+    pictures = {SPEED_UPS: plots.speed_ups({load_name(config.temperature, config.concurrency): speed_ups})}
+    if methods:
+        pictures[OVER_BEST_FIXED] = plots.over_best_fixed(by_set, methods)
+    return pictures | {STEP_COST: plots.cost_curves(setting.price)}
 
 
 def load_name(temperature: float, concurrency: int) -> str:
-    """Name of an evaluation's load, as tables and pictures of several have it."""
+    """Name of an evaluation's load in tables and pictures."""
     return f"T={temperature:g}, {concurrency} request{'s' * (concurrency > 1)} at a time"
 
 
@@ -106,42 +106,42 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
     """Print the result in `output`, and log it to MLflow."""
     if not (output / RESULT_FILE).exists():
         raise ValueError(f"output {output}: no {RESULT_FILE}, nothing to log")
-    found = json.loads((output / RESULT_FILE).read_text(encoding="utf-8"))
-    print(found["table"], flush=True)
-    figures = [read_figures(row) for row in found["figures"]]
-    held_out = HeldOut(**found["held_out"]) if found["held_out"] else None
-    version = Version(**found["policy_version"]) if found["policy_version"] else None
-    best = int(found["best_fixed"]["block_size"])
+    content = json.loads((output / RESULT_FILE).read_text(encoding="utf-8"))
+    print(content["table"], flush=True)
+    figures = [read_figures(row) for row in content["figures"]]
+    held_out = HeldOut(**content["held_out"]) if content["held_out"] else None
+    version = Version(**content["policy_version"]) if content["policy_version"] else None
+    best = int(content["best_fixed"]["block_size"])
     with kept_for_later(registry.uri, output), registry.log_run("evaluate") as record:
-        record.log_params(found["config"])
-        record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best})
+        record.log_params(content["config"])
+        record.log_tags(content["setting"]["pair"] | {"best_fixed_block_size": best})
         record.log_metrics(_metrics(figures))
         record.log_table([cells(row) for row in figures], "table.json")
         for file in (output / name for name in (TABLE_FILE, RESULT_FILE, RUNS_FILE, *PICTURES)):
-            if file.exists():  # a result may be kept without its runs
+            if file.exists():  # a stored result may lack its runs
                 record.log_artifact(file)
-        if version and held_out and found["setting"]["shown_held_out"]:
+        if version and held_out and content["setting"]["shown_held_out"]:
             registry.log_held_out(version, held_out)
             registry.tag_version(version, {"heldout.run_id": record.id})
-    if version and not found["setting"]["shown_held_out"]:
+    if version and not content["setting"]["shown_held_out"]:
         print(f"evaluate: not recorded with version {version.number}: --sweep must show the prompts held out")
-    return EvaluateResult(figures, best, held_out, found["table"], record.id)
+    return EvaluateResult(figures, best, held_out, content["table"], record.id)
 
 
 def stored_run(run: MethodRun) -> dict[str, Any]:
-    """A run for JSON."""
+    """A run as JSON."""
     return run._asdict() | {"totals": asdict(run.totals)}
 
 
 def plain(value: Any) -> Any:
-    """A figure for JSON, which has no NaN."""
+    """A figure as JSON; NaN becomes null."""
     if isinstance(value, Interval):
         return {name: plain(part) for name, part in value._asdict().items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def read_figures(row: Mapping[str, Any]) -> Figures:
-    """The inverse of `plain` for a method's row."""
+    """The inverse of `plain`, for the row of a method."""
     return Figures(**{name: read_figure(value) for name, value in row.items()})
 
 
@@ -152,7 +152,7 @@ def read_figure(value: Any) -> Any:
 
 
 def known_taus(plan: Plan, temperature: float) -> tuple[Mapping[int, float], str]:
-    """Tau of fixed block sizes before anything is measured, and on which prompts; none where nothing is known."""
+    """Taus of fixed block sizes before the evaluation, and the name of their prompts; empty if unknown."""
     if plan.sweep is not None:
         return plan.sweep.taus, "the sweep's prompts"
     return plan.learned_from(POLICY).taus.get(temperature, {}), "the policy's training prompts"
@@ -161,10 +161,10 @@ def known_taus(plan: Plan, temperature: float) -> tuple[Mapping[int, float], str
 def best_fixed_of(
     comparison: Comparison, setting: Setting, taus: Mapping[int, float], chosen_on: str
 ) -> tuple[int, str]:
-    """The fastest fixed block size (1 is AR), and on which prompts it was chosen.
+    """The fastest fixed block size (1 is AR), and the name of the prompts that it was selected on.
 
-    With taus known beforehand, by those over the seconds of a step here: the choice has not seen the held-out
-    prompts. Otherwise by what was measured on them.
+    With `taus`, by tau over the measured seconds per step, so that the selection does not use the held-out prompts.
+    Otherwise by the speeds measured on them.
     """
     fixed = {size: method for method, size in setting.block_sizes.items() if size is not None}
     if taus:
@@ -202,19 +202,19 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None, unt
 
 
 def _by_set(plan: Plan, runs: Sequence[MethodRun], setting: Setting, best: int) -> dict[str, dict[str, Interval]]:
-    """For every set, and for all of them, the speed of each method over that of the best fixed block size; of the
-    control over that of AR.
+    """Speed ratio of each method by prompt set and over all sets: to the best fixed block size, for the control to
+    AR.
     """
-    fixed = {method: AR if method == CONTROL else method_name(best) for method in setting.block_sizes}
+    baselines = {method: AR if method == CONTROL else method_name(best) for method in setting.block_sizes}
     names = list(dict.fromkeys(prompt.set for prompt in plan.prompts))
-    of_sets = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
+    runs_by_set = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
     if len(names) > 1:
-        of_sets["all"] = list(runs)
+        runs_by_set["all"] = list(runs)
     return {
-        name: {method: comparison.ratio("tokens_per_s", method, baseline) for method, baseline in fixed.items()}
-        for name, some in of_sets.items()
-        if len({run.prompt for run in some}) > 1
-        for comparison in [_comparison(some, setting)]
+        name: {method: comparison.ratio("tokens_per_s", method, baseline) for method, baseline in baselines.items()}
+        for name, set_runs in runs_by_set.items()
+        if len({run.prompt for run in set_runs}) > 1
+        for comparison in [_comparison(set_runs, setting)]
     }
 
 
@@ -229,9 +229,9 @@ def _describe(
     held_out: HeldOut | None,
     shown_held_out: bool,
 ) -> str:
-    """Caption, tables and what follows from them."""
+    """Caption, tables and conclusions."""
     prompts = f"{len(plan.prompts)} {'held-out ' if shown_held_out else ''}prompts"
-    together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
+    concurrency = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
     limits = sorted({config.limit(prompt) for prompt in plan.prompts})
     limit = str(limits[0]) if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
     rivals = "".join(f" ({name}: {pair.draft})" for name, pair in setting.rivals.items())
@@ -239,15 +239,15 @@ def _describe(
     times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
         f"{setting.pair.target} {draft}{rivals}, {setting.dtype} on {setting.device}: "
-        f"{prompts}, {together}, {times}; {limit} tokens at most, "
+        f"{prompts}, {concurrency}, {times}; {limit} tokens at most, "
         f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )
     lines = [caption, "", markdown([cells(row) for row in figures]), ""]
     lines.append(f"Best fixed block size: {best}{' (AR)' * (best == 1)}, chosen on {chosen_on}.")
     compared = [m for m, size in setting.block_sizes.items() if size is None]
     if len(by_set) > 1 and compared:
-        of_control = f" ({CONTROL}: over AR's)" * (CONTROL in compared)
-        title = f"Speed over that of B={best}{of_control}, by prompt set:"
+        control_note = f" ({CONTROL}: over AR's)" * (CONTROL in compared)
+        title = f"Speed over that of B={best}{control_note}, by prompt set:"
         rows = [{"prompts": name} | {m: with_range(row[m], 3) for m in compared} for name, row in by_set.items()]
         lines += ["", title, "", markdown(rows), ""]
     if CONTROL in compared:
@@ -259,24 +259,24 @@ def _describe(
             f"({held_out.speed_ratio_low:.3f} to {held_out.speed_ratio_high:.3f}), "
             f"{held_out.policy_tau / held_out.best_fixed_tau:.3f} of its tau."
         )
-        of_all = list(by_set.values())[-1]
-        lines += _beside(of_all.get(ORACLE), held_out)
+        over_all = list(by_set.values())[-1]
+        lines += _beside(over_all.get(ORACLE), held_out)
     return "\n".join(lines)
 
 
 def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
-    """A line on the noise of the clock, by the control over all prompts, which come last."""
-    *of_sets, of_all = [row[CONTROL] for row in by_set.values()]
-    values = [ratio.value for ratio in of_sets]
-    by_sets = f"; by set {min(values):.3f} to {max(values):.3f}" if of_sets else ""
+    """A line on timing noise: the control over AR, by prompt set and over all prompts (the last row)."""
+    *ratios, over_all = [row[CONTROL] for row in by_set.values()]
+    values = [ratio.value for ratio in ratios]
+    range_by_set = f"; by set {min(values):.3f} to {max(values):.3f}" if ratios else ""
     return (
-        f"Clock: {CONTROL}, which is the same work by another engine, made {with_range(of_all, 3)} of AR's "
-        f"tokens/s{by_sets}. The intervals of the other ratios are wider by it."
+        f"Clock: {CONTROL}, which is the same work by another engine, made {with_range(over_all, 3)} of AR's "
+        f"tokens/s{range_by_set}. The intervals of the other ratios are wider by it."
     )
 
 
 def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
-    """Lines on the policy beside the untrained choice, the champion and the oracle (over the best fixed size)."""
+    """Lines that compare the policy with the untrained choice, the champion and the oracle."""
     lines = []
     if held_out.has_untrained:
         lines.append(
@@ -303,7 +303,7 @@ def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
 
 
 def _beside_static(over: Mapping[str, Interval], chosen: Sequence[str]) -> str:
-    """Lines on what adapts beside the best of all fixed ways, chains and trees."""
+    """Lines that compare adaptive methods with the best static method, chains and trees."""
     ways = " and ".join(dict.fromkeys(chosen))
     return "".join(
         f"\nBest static way: {ways}, each half of the prompts' chosen on the other half. "

@@ -1,8 +1,8 @@
-"""The text of one choice of a response, as its steps come from the engine.
+"""Text of one choice of a response, from the engine's steps.
 
-Text is handed out once no later token can change it (detokenize.py), so it may lag behind the tokens. Of a request
-with stop strings the engine has looked for them, and its steps come with their text. Tokens with log probabilities go
-through one reader, the prompt's before the answer's; only a prompt's first token has no log probability.
+Text is emitted when no later token can change it (detokenize.py), so it may lag behind the tokens. For a request with
+stop strings the engine detokenizes, and its steps include their text. One reader reads the tokens with log
+probabilities, of the prompt and then of the answer; only a prompt's first token has no log probability.
 """
 
 import time
@@ -20,8 +20,9 @@ from blockpilot.types import Layout, Request, Step, TokenLogprobs
 
 
 class ScoredToken(NamedTuple):
-    """A token that might stand in a place. `data` are the bytes that it would add to the text; of a special token,
-    which adds nothing, those of its name.
+    """A candidate token of a position, with its log probability.
+
+    `data` are the bytes that it adds to the text, or the name of a special token, which adds nothing.
     """
 
     token: int
@@ -30,12 +31,12 @@ class ScoredToken(NamedTuple):
 
     @property
     def text(self) -> str:
-        """With U+FFFD for parts of characters."""
+        """Text with U+FFFD for partial characters."""
         return self.data.decode(errors="replace")
 
 
 class TokenText(NamedTuple):
-    """A token of a text, where in the text its first byte is or would be (in characters), and the likeliest ones."""
+    """A token of a text, the offset of its first byte in characters, and the most likely tokens of its position."""
 
     scored: ScoredToken
     offset: int
@@ -43,39 +44,39 @@ class TokenText(NamedTuple):
 
 
 class TokenReader:
-    """Reads the tokens of one text in order."""
+    """Reader of the tokens of one text, in order."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._speller, self._utf8 = Speller(tokenizer), utf8_decoder()
-        self._num_characters = 0  # without one that waits for more bytes
+        self._num_characters = 0  # without an incomplete last one
 
     def read(self, token: int, logprobs: TokenLogprobs | None) -> TokenText:
-        """The next token, with the log probabilities that were asked for."""
+        """Read the next token, with its log probabilities if they were requested."""
         logprob, likeliest = (None, ()) if logprobs is None else logprobs
-        others = tuple(ScoredToken(each, self._speller.peek(each), value) for each, value in likeliest)
+        alternatives = tuple(ScoredToken(t, self._speller.peek(t), value) for t, value in likeliest)
         scored = ScoredToken(token, self._speller.peek(token), logprob)
-        return TokenText(scored, self._offset(self._speller.push(token)), others)
+        return TokenText(scored, self._offset(self._speller.push(token)), alternatives)
 
     def _offset(self, added: bytes) -> int:
-        """Take in bytes; the place of the character that the first of them begins or is a part of."""
+        """Add bytes; returns the offset of the character that contains the first of them."""
         self._num_characters += len(self._utf8.decode(added[:1]))
-        waiting = self._utf8.getstate()[0].decode(errors="replace")  # half a surrogate waits as two characters
+        waiting = self._utf8.getstate()[0].decode(errors="replace")  # half a surrogate counts as two characters
         offset = self._num_characters + (len(waiting) - 1 if added else 0)
         self._num_characters += len(self._utf8.decode(added[1:]))
         return offset
 
 
 def unique_names(tokens: Iterable[ScoredToken]) -> dict[str, float | None]:
-    """Log probabilities by the text of each token, none lost.
+    """Log probabilities by the text of the token, with unique names.
 
-    A token that is a part of a character is named by its bytes, as OpenAI does (`bytes:\\xf0\\x9f`); a second one of
-    the same text by its id, as vLLM does (`token_id:7`).
+    A partial character is named by its bytes, as in OpenAI's API (`bytes:\\xf0\\x9f`); a second token with the same
+    text by its id, as in vLLM (`token_id:7`).
     """
-    found: dict[str, float | None] = {}
+    logprobs: dict[str, float | None] = {}
     for token in tokens:
         name = _name(token.data)
-        found[f"token_id:{token.token}" if name in found else name] = token.logprob
-    return found
+        logprobs[f"token_id:{token.token}" if name in logprobs else name] = token.logprob
+    return logprobs
 
 
 def _name(data: bytes) -> str:
@@ -86,35 +87,35 @@ def _name(data: bytes) -> str:
 
 
 class Piece(NamedTuple):
-    """What one step, or several that are sent together, add to a choice."""
+    """Text and tokens of one step, or of several steps that are sent together."""
 
     text: str
     tokens: tuple[TokenText, ...] = ()
-    """Those with log probabilities, where they were asked for."""
+    """Tokens with log probabilities, if requested."""
     step: Step | None = None
-    """The step, where steps are shown."""
+    """The step, if steps are shown."""
     step_texts: tuple[str, ...] = ()
-    """The text that each token of the step made final."""
+    """Text that each token of the step makes final."""
     drafted_texts: tuple[str, ...] = ()
-    """Of the tokens that the step verified."""
+    """Texts of the verified tokens of the step."""
 
 
 class Shown(NamedTuple):
-    """What a choice shows."""
+    """Contents that a choice shows."""
 
     echo: str | None = None
-    """The prompt, which its text begins with, and the prompt's tokens."""
+    """Text of the prompt if the choice begins with it; its tokens are then included, too."""
     answer: bool = True
     stop_token: bool = False
-    """The model's or the request's, among the tokens with log probabilities."""
+    """True to include the stop token in the tokens with log probabilities."""
     steps: bool = False
-    """Every step, in a piece of its own."""
+    """True to send every step as a separate piece."""
 
 
 class ChoiceText:
-    """One choice: the text and tokens that it has so far, and the counts of its steps.
+    """One choice: its text and tokens so far, and the counts of its steps.
 
-    A piece holds the steps of `interval()` seconds, or one that is shown.
+    A piece contains the steps of `interval()` seconds, or a single step if steps are shown.
     """
 
     def __init__(self, request: Request, pair: Pair, index: int, interval: Callable[[], float], shown: Shown) -> None:
@@ -125,25 +126,25 @@ class ChoiceText:
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.num_reused = 0
-        """Prompt tokens that were kept of other requests."""
+        """Prompt tokens found in the prefix cache."""
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
         self.num_drafted = 0
         self.accepted: Counter[int] = Counter()
-        """Steps by how many proposed tokens each accepted."""
+        """Number of steps by accepted tokens."""
         self.sources: Counter[int] = Counter()
-        """Accepted tokens by what proposed them (`Tree.sources`)."""
+        """Number of accepted tokens by source (`Tree.sources`)."""
         self.layout: Layout | None = None
-        """Of the blocks so far: a tree as soon as one is no chain."""
+        """Layout of the blocks so far: tree if any of them is not a chain."""
         self._request, self._tokenizer = request, pair.tokenizer
         self._interval, self._shows = interval, shown
-        self._steps: list[Step] = []  # that wait to be sent together
-        self._due = 0.0  # when they are sent: the first step at once
+        self._steps: list[Step] = []  # waiting to be sent together
+        self._due = 0.0  # time of the next piece; the first step is sent at once
         self._has_texts = bool(request.stop_strings)
-        self._text = TextStream(pair.tokenizer)  # of the other requests
+        self._text = TextStream(pair.tokenizer)  # for requests without stop strings
         self._reader = TokenReader(pair.tokenizer)  # of tokens with log probabilities
 
     def take(self, step: Step) -> list[Piece]:
-        """The pieces that are due with this step: with the last one two, whose second is what was held back."""
+        """Pieces that are due after this step; the last step adds a piece with the remaining text."""
         step = step if self._shows.answer else _without_answer(step)
         self._count(step)
         self._steps.append(step)
@@ -156,7 +157,7 @@ class ChoiceText:
         return pieces if step.finish_reason is None else [*pieces, Piece(self._text.finish())]
 
     def keep(self, piece: Piece) -> None:
-        """Add a piece to the text and the tokens so far."""
+        """Append a piece to the text and the tokens so far."""
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
@@ -186,7 +187,7 @@ class ChoiceText:
                 yield self._reader.read(token, logprobs)
 
     def _prompt_tokens(self, step: Step) -> Iterator[TokenText]:
-        """Of the prompt, with as many of the likeliest as the answer's tokens have."""
+        """Tokens of the prompt, with as many of the most likely tokens as the answer's tokens have."""
         request = self._request
         for token, logprobs in zip(request.prompt_ids, step.prompt_logprobs, strict=bool(step.prompt_logprobs)):
             if logprobs is not None:
@@ -195,7 +196,7 @@ class ChoiceText:
 
     def _drafted_texts(self, step: Step) -> tuple[str, ...]:
         speller = Speller(self._tokenizer)
-        speller.push(step.tokens[0])  # any token: what was drafted is not the first of the text
+        speller.push(step.tokens[0])  # any token, since a drafted token is never the first of the text
         return tuple(speller.peek(token).decode(errors="replace") for token in step.tree.tokens)
 
     def _count(self, step: Step) -> None:
@@ -210,11 +211,11 @@ class ChoiceText:
             self.num_drafted += len(step.tree.tokens)
             self.accepted[step.num_accepted] += 1
             self.sources.update(step.accepted_sources)
-            self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
+            self.block_size = max(self.block_size, step.block_size)  # steps near the limit have smaller blocks
             if step.tree.tokens and self.layout != "tree":
                 self.layout = "chain" if step.tree.is_chain else "tree"
 
 
 def _without_answer(step: Step) -> Step:
-    """The prefill of a request that asks for no token: the engine emits one all the same."""
+    """The prefill step of a request for no tokens, without the token that the engine emits."""
     return replace(step, tokens=(), logprobs=(), texts=(), finish_reason="length")

@@ -1,6 +1,6 @@
-"""OpenAI chat and completions API over models by name: keys, limits, deadlines, errors, and the playground page.
+"""OpenAI's chat and completions API for several models: keys, limits, deadlines, errors, and the playground page.
 
-A model is anything that answers a body, in this process or in another one.
+A model is any object that answers a request body, in this process or in another one.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from jobs.serving.schema import Body, ChatRequest, CompletionRequest, Objects, p
 STATUS_PATIENCE_S = 3.0
 GONE = 499  # what web servers log for a client that closed the connection
 PLAYGROUND = Path(__file__).with_name("playground.html")
-PLAYGROUND_HEADERS = {  # nothing from elsewhere, and in no other page
+PLAYGROUND_HEADERS = {  # no external content, and no embedding in other pages
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; frame-ancestors 'none'"
 }
@@ -38,14 +38,14 @@ class Model(Protocol):
     """A model as the API serves it under a name."""
 
     def answer(self, body: Body, client: str) -> Objects:
-        """The objects of the response; leaving early frees its rows. `client` asks, "" where all are one."""
+        """The objects of the response; closing it early frees its rows. `client` is "" without several keys."""
 
     async def status(self) -> dict[str, Any]:
-        """The model's entry in /health: a `status`, "ok" or what is wrong, and more; raises ApiError."""
+        """The model's entry in /health: `status` is "ok" or a problem, and details; raises ApiError."""
 
 
 class Exchange(NamedTuple):
-    """HTTP request and the status of its answer; model is None where none was found."""
+    """HTTP request and the status of its answer; model is None if unknown."""
 
     model: str | None
     path: str
@@ -56,15 +56,15 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request, and of how many there are."""
+    """Limits of a request, and of the number of requests."""
 
     max_body_bytes: int = 2**20
     timeout_s: float = 600.0
-    """Seconds from its arrival to its last token; a request may ask for fewer."""
+    """Maximum seconds from arrival to last token; a request may set fewer."""
     body_timeout_s: float = 10.0
-    """Seconds in which its body must arrive."""
+    """Seconds in which the body must arrive."""
     max_requests: int = 1024
-    """Requests at a time, from the first byte to the last token; one more is refused at once."""
+    """Maximum requests at a time, from the first byte to the last token; further ones are refused at once."""
 
 
 # --- answering ---
@@ -72,7 +72,7 @@ class Limits:
 
 @dataclass
 class Api:
-    """Models by their own names, with limits. `aliases` gives the own name for others."""
+    """Models by name, with limits. `aliases` maps other names to those names."""
 
     models: Mapping[str, Model]
     aliases: Mapping[str, str]
@@ -80,30 +80,30 @@ class Api:
     limits: Limits
     on_exchange: Callable[[Exchange], None]
     draining: bool = False
-    """Requests are refused with 503; those that are open go on."""
+    """True to refuse new requests with 503; open requests continue."""
     _open: set["_Watch"] = field(default_factory=set)
 
     @property
     def num_open(self) -> int:
-        """Requests from their first byte to their last token."""
+        """Number of open requests, from their first byte to their last token."""
         return len(self._open)
 
     def cut(self) -> None:
-        """End all that is open, streams with an error event."""
+        """End all open requests, streams with an error event."""
         for watch in self._open:
             watch.deadline.cut(_shutting_down())
 
     def find(self, name: str) -> tuple[str, Model]:
-        """A model and its name; raises ApiError 404."""
-        known = self.aliases.get(name, name)
-        if known not in self.models:
-            here = ", ".join(map(repr, self.models))
-            message = f"model {short(name)} does not exist; this server has {here}"
+        """A model's main name, and the model; raises ApiError 404."""
+        main_name = self.aliases.get(name, name)
+        if main_name not in self.models:
+            available = ", ".join(map(repr, self.models))
+            message = f"model {short(name)} does not exist; this server has {available}"
             raise ApiError(404, message, "model", "model_not_found")
-        return known, self.models[known]
+        return main_name, self.models[main_name]
 
     async def respond(self, http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        """The response, or its stream once the first object is there. Raises ApiError."""
+        """The response, or its stream when the first object is available. Raises ApiError."""
         client, deadline = self.keys.client(http), Deadline(self.limits.timeout_s)
         watch = _Watch(self._open, self.on_exchange, kind.path, client, deadline)
         try:
@@ -117,13 +117,14 @@ class Api:
             if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
                 watch.deadline = Deadline(body.timeout_s)
             objects = model.answer(body, client)
-            work = _next(objects) if body.stream else _whole(objects)
-            first = await _unless_gone(http, watch.deadline.bound(work))  # fails with a status of its own
+            work = _next(objects) if body.stream else _only(objects)
+            # An error before the first object has its own status.
+            first = await _unless_gone(http, watch.deadline.bound(work))
         except ApiError as error:
             watch.over(error.status, error.code)
             raise
         except BaseException as error:
-            watch.over(500 if isinstance(error, Exception) else GONE)  # else it was cancelled
+            watch.over(500 if isinstance(error, Exception) else GONE)  # otherwise cancelled
             raise
         if body.stream:
             return _EventStream(_events(first, objects, watch), watch)
@@ -131,15 +132,17 @@ class Api:
         return JSONResponse(first)
 
     def _check_room(self, client: str) -> None:
-        """Raise ApiError 429 where the latest request is one too many, of all or of this client."""
-        most, num_held = self.limits.max_requests, sum(watch.client == client for watch in self._open) - 1
-        if not has_room(num_held, 1, most - (len(self._open) - 1), alone=not client):
+        """Raise ApiError 429 if the latest request exceeds the limit of all requests or the share of its client."""
+        max_requests, num_held = self.limits.max_requests, sum(watch.client == client for watch in self._open) - 1
+        if not has_room(num_held, 1, max_requests - (len(self._open) - 1), alone=not client):
             share = f", {num_held} of them yours" if client else ""
-            message = f"{len(self._open) - 1} requests are open{share}; at most {most} are accepted; try again"
+            message = (
+                f"{len(self._open) - 1} requests are open{share}; at most {max_requests} are accepted; try again"
+            )
             raise ApiError(429, message, code="queue_full")
 
     async def _read(self, http: HttpRequest) -> bytes:
-        """The body of a request; raises ApiError 408 where it does not arrive in time, 413 where it is too large."""
+        """The body of a request; raises ApiError 408 if it does not arrive in time, 413 if it is too large."""
         try:
             async with asyncio.timeout(self.limits.body_timeout_s):
                 return await _body(http, self.limits.max_body_bytes)
@@ -149,22 +152,22 @@ class Api:
 
 
 class _Watch:
-    """Stopwatch of one exchange, which is among the `open` ones until it reports, once, at the end."""
+    """Record of one exchange: it is in the set of open ones until it is reported, once."""
 
     def __init__(
-        self, open_: set["_Watch"], tell: Callable[[Exchange], None], path: str, client: str, deadline: "Deadline"
+        self, open_: set["_Watch"], report: Callable[[Exchange], None], path: str, client: str, deadline: "Deadline"
     ) -> None:
         self.model: str | None = None
         self.client, self.deadline = client, deadline
-        self._tell, self._path, self._started = tell, path, time.monotonic()
+        self._report, self._path, self._started = report, path, time.monotonic()
         self._open = open_
         self._open.add(self)
 
     def over(self, status: int, code: str | None = None) -> None:
-        """Give the place back and report; what is over stays as it was reported."""
+        """Remove it from the open exchanges and report it; later calls do nothing."""
         if self in self._open:
             self._open.remove(self)
-            self._tell(Exchange(self.model, self._path, status, time.monotonic() - self._started, code))
+            self._report(Exchange(self.model, self._path, status, time.monotonic() - self._started, code))
 
 
 class Deadline:
@@ -177,7 +180,7 @@ class Deadline:
         self._scope: asyncio.Timeout | None = None
 
     async def bound(self, work: Awaitable[T]) -> T:
-        """The result of `work`; at the deadline, cancel it and raise ApiError 504, or what it was cut with."""
+        """The result of `work`; at the deadline, cancel it and raise ApiError 504 or the error given to `cut`."""
         try:
             async with asyncio.timeout_at(self._at) as self._scope:
                 return await work
@@ -187,31 +190,31 @@ class Deadline:
             self._scope = None
 
     def cut(self, error: ApiError) -> None:
-        """The deadline is now, for this reason."""
+        """Set the deadline to now, with this error."""
         self._error, self._at = error, asyncio.get_running_loop().time()
         if self._scope is not None:
             self._scope.reschedule(self._at)
 
 
 async def _next(objects: Objects) -> dict[str, Any] | None:
-    """The next object, None after the last one; raises the ApiError that comes in place of one."""
-    found = await anext(objects, None)
-    if isinstance(found, ApiError):
+    """The next object, None after the last one; raises an ApiError that is yielded instead."""
+    response = await anext(objects, None)
+    if isinstance(response, ApiError):
         await objects.aclose()
-        raise found
-    return found
+        raise response
+    return response
 
 
-async def _whole(objects: Objects) -> dict[str, Any] | None:
+async def _only(objects: Objects) -> dict[str, Any] | None:
     """The only object; runs the generator to its end."""
-    whole = await _next(objects)
+    response = await _next(objects)
     await _next(objects)
-    return whole
+    return response
 
 
 async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) -> AsyncGenerator[str]:
     """Server-sent events: the chunks, then [DONE] or an error event."""
-    status, code = GONE, None  # unless it comes to its end
+    status, code = GONE, None  # unless the stream ends regularly
     try:
         async with aclosing(chunks):
             chunk = first
@@ -231,7 +234,7 @@ async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) 
 
 
 class _EventStream(StreamingResponse):
-    """Stream of events whose sending is cut at the deadline, too: a client may not read."""
+    """Stream of events that also ends at the deadline if the client does not read."""
 
     def __init__(self, events: AsyncGenerator[str], watch: _Watch) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -244,7 +247,7 @@ class _EventStream(StreamingResponse):
         async with aclosing(self._events):
             try:
                 await super().stream_response(send_in_time)
-            except ApiError as error:  # without its last chunk the server closes the connection
+            except ApiError as error:  # without a last chunk the server closes the connection
                 self._watch.over(error.status, error.code)
 
 
@@ -305,7 +308,7 @@ def make_app(
 ) -> FastAPI:
     """The API as an ASGI application, independent of Ray; its `state.api` is the Api.
 
-    hosts: names in the Host header that are answered; others 400, such as those of a page that rebinds its name.
+    hosts: accepted names in the Host header; others are answered 400, against DNS rebinding.
     """
     api = Api(models, aliases or {}, keys, limits, on_exchange)
     on_errors: dict[int | type[Exception], Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
@@ -324,8 +327,8 @@ def make_app(
 
     @v1.get("/models")
     async def list_models() -> dict[str, object]:
-        found = await asyncio.gather(*map(_described, models, models.values()))
-        return {"object": "list", "data": found}
+        entries = await asyncio.gather(*map(_described, models, models.values()))
+        return {"object": "list", "data": entries}
 
     @v1.get("/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, object]:
@@ -333,11 +336,11 @@ def make_app(
 
     @app.get("/health")
     async def health(http: HttpRequest) -> JSONResponse:
-        found = await asyncio.gather(*map(_status, models.values()))
-        well = all(status["status"] == "ok" for status in found)
-        report: dict[str, object] = {"status": "draining" if api.draining else "ok" if well else "failed"}
+        statuses = await asyncio.gather(*map(_status, models.values()))
+        all_ok = all(status["status"] == "ok" for status in statuses)
+        report: dict[str, object] = {"status": "draining" if api.draining else "ok" if all_ok else "failed"}
         if keys.admit(http):
-            report["models"] = dict(zip(models, found, strict=True))
+            report["models"] = dict(zip(models, statuses, strict=True))
         return JSONResponse(report, 200 if report["status"] == "ok" else 503)
 
     @app.get("/")
@@ -357,11 +360,11 @@ async def _status(model: Model) -> dict[str, Any]:
 
 
 async def _described(name: str, model: Model) -> dict[str, object]:
-    """OpenAI's entry of a model, and what vLLM's has beside: `root`, the target, and limits, if the model answers."""
-    found = await _status(model)
+    """OpenAI's entry of a model, with vLLM's additional fields (`root` and limits) if the model answers."""
+    status = await _status(model)
     fields = {"root": "target", "max_model_len": "max_model_len", "max_completion_tokens": "max_completion_tokens"}
-    known = {shown: found[key] for shown, key in fields.items() if key in found}
-    return {"id": name, "object": "model", "created": 0, "owned_by": "blockpilot"} | known
+    details = {field: status[key] for field, key in fields.items() if key in status}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "blockpilot"} | details
 
 
 async def _answer_error(http: HttpRequest, error: Exception) -> JSONResponse:

@@ -1,9 +1,9 @@
-"""Watch of a registry's champion: a thread polls the registry and puts every new champion to use.
+"""Watcher of a registry's champion: a thread polls the registry and applies every new champion.
 
-An error changes nothing: the policy in use stays when the registry does not answer, when files cannot be read, when
-the champion is made for other models, and when it fails as it is tried. A copy of every champion in use stays on
-disk, so that a replica can start while the registry is away. One that is refused is copied anew by the next look, for
-it may be damaged; a champion that is refused as it has just come is tried again after the registry has named another.
+After an error the current policy stays: if the registry does not answer, files cannot be read, the champion is for
+other models, or its smoke test fails. Copies of used champions stay on disk, so that a replica can start while the
+registry is unreachable. A refused copy may be damaged, so the next poll downloads it again; if a fresh download is
+refused, too, the champion is not tried again before the registry names another one.
 """
 
 import logging
@@ -21,10 +21,11 @@ log = logging.getLogger("ray.serve.blockpilot")
 
 
 class ChampionWatch:
-    """The champion of a registered model in an MLflow store. Looks at once; after `follow`, every `every_s` seconds.
+    """Watcher of the champion of a registered model. Polls once at construction, and every `every_s` s after
+    `follow`.
 
-    `use` takes a new champion's directory and version number, and raises for one that it refuses. Copies
-    lie below `folder`. `error` is what the last look met, "" for nothing; `number` is the version in use, 0 for none.
+    `use` takes a new champion's directory and version number, and raises to refuse it. Copies are in `folder`.
+    `error` is the error of the last poll or ""; `number` is the version in use, 0 for none.
     """
 
     def __init__(self, name: str, store: str, folder: Path, every_s: float, use: Callable[[Path, int], None]) -> None:
@@ -33,15 +34,15 @@ class ChampionWatch:
         self._registry: Registry | None = None
         self._leave = threading.Event()
         self._refused: tuple[Version, str] | None = None
-        self._using = threading.Lock()  # held while a champion is put to use
+        self._using = threading.Lock()  # held while a champion is applied
         self.look()
 
     def follow(self) -> None:
-        """Look again and again, on a thread of its own, until `stop`."""
+        """Poll periodically on a separate thread, until `stop`."""
         threading.Thread(target=self._run, name="champion", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop looking: no champion is put to use after this, not by a look that has begun either."""
+        """Stop polling; no champion is applied after this, not even by a running poll."""
         with self._using:
             self._leave.set()
 
@@ -50,7 +51,7 @@ class ChampionWatch:
             self.look()
 
     def look(self) -> None:
-        """Put the champion to use if it has changed."""
+        """Poll the registry, and apply the champion if it has changed."""
         try:
             self._registry = self._registry or Registry.open(self._store)
             version = self._registry.champion(self.name)
@@ -58,15 +59,15 @@ class ChampionWatch:
                 raise ValueError(self._refused[1])
             self._refused = None
             if version.number != self.number:
-                self._put_to_use(version, self._registry)
+                self._apply(version, self._registry)
             self.error = ""
-        except Exception as error:  # whatever it is, the thread goes on
+        except Exception as error:  # the thread must continue after any error
             self._registry = None
             if (message := without_secrets(str(error))) != self.error:
                 log.warning("the policy stays as it is: %s", message)
             self.error = message
 
-    def _put_to_use(self, version: Version, registry: Registry) -> None:
+    def _apply(self, version: Version, registry: Registry) -> None:
         is_new = not _directory(version, self._folder).exists()
         copy = copy_of(registry, version, self._folder)
         with self._using:
@@ -83,11 +84,11 @@ class ChampionWatch:
         log.info("new champion", extra={"policy": version.name, "version": version.number})
 
     def use_last_copy(self) -> bool:
-        """Put the latest copied champion to use, without the registry; False if none can be used."""
+        """Apply the latest local copy of a champion, without the registry; False if none can be used."""
         for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
             try:
                 self._use(directory, _number(directory))
-            except Exception as error:  # that of another pair, a damaged one
+            except Exception as error:  # a damaged copy, or one of another pair
                 log.warning("%s cannot be used: %s", directory, error)
                 continue
             self.number = _number(directory)
@@ -96,10 +97,10 @@ class ChampionWatch:
 
 
 def copy_of(registry: Registry, version: Version, folder: Path) -> Path:
-    """Directory of a version's files below `folder`; copied on the first call."""
+    """Directory of a version's files in `folder`; the first call downloads them."""
     directory = _directory(version, folder)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{directory}.lock"):  # replicas of one machine may share the folder
+    with FileLock(f"{directory}.lock"):  # replicas on one machine may share the folder
         return directory if directory.exists() else registry.download(version, directory)
 
 
@@ -107,9 +108,9 @@ def _directory(version: Version, folder: Path) -> Path:
     return folder.absolute() / f"{version.name}-{(version.run_id or 'none')[:8]}-{version.number}"
 
 
-def _same(one: Version, other: Version) -> bool:
-    """Tags aside: numbers begin anew where a model is deleted and registered again."""
-    return one[:3] == other[:3]
+def _same(version: Version, refused: Version) -> bool:
+    """True for the same version; compares run ids, since numbers restart if a model is registered again."""
+    return version[:3] == refused[:3]
 
 
 def _number(directory: Path) -> int:

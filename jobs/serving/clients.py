@@ -1,4 +1,4 @@
-"""Clients of a server: their API keys, of which only digests are kept, and fair shares of queues and places."""
+"""Clients of a server: API keys, stored as digests, and fair shares of queue and capacity."""
 
 import hashlib
 import hmac
@@ -14,13 +14,13 @@ from jobs.serving.fields import ApiError
 
 
 def environment_key() -> str | None:
-    """The key in BLOCKPILOT_API_KEY; None where there is none."""
+    """The key in BLOCKPILOT_API_KEY; None if it is not set."""
     return os.environ.get("BLOCKPILOT_API_KEY", "").strip() or None
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """SHA-256 digests of the accepted keys; without any key, all requests are accepted."""
+    """SHA-256 digests of the accepted keys; without keys all requests are accepted."""
 
     digests: tuple[bytes, ...] = ()
 
@@ -29,13 +29,13 @@ class ApiKeys:
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
     def admit(self, http: HttpRequest) -> bool:
-        """True if a request brings an accepted key, or none is needed; compares in constant time."""
-        given = hashlib.sha256(_key(http).encode()).digest()
-        known = any(hmac.compare_digest(given, digest) for digest in self.digests)
-        return not self.digests or known
+        """True if a request has an accepted key, or none is required; compares in constant time."""
+        key_digest = hashlib.sha256(_key(http).encode()).digest()
+        accepted = any(hmac.compare_digest(key_digest, digest) for digest in self.digests)
+        return not self.digests or accepted
 
     def client(self, http: HttpRequest) -> str:
-        """Name of who brings an accepted key; "" where there are not several."""
+        """Name of the client by its key; "" unless there are several keys."""
         if len(self.digests) < 2:
             return ""
         return hashlib.sha256(_key(http).encode()).hexdigest()[:12]
@@ -43,8 +43,8 @@ class ApiKeys:
     def check(self, http: HttpRequest) -> None:
         """Raise ApiError 401 for a request that is not admitted."""
         if not self.admit(http):
-            given = http.headers.get("authorization", "").partition(" ")[2]
-            message = "unknown API key" if given else "an API key is needed: 'Authorization: Bearer KEY'"
+            key = http.headers.get("authorization", "").partition(" ")[2]
+            message = "unknown API key" if key else "an API key is needed: 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key")
 
 
@@ -52,17 +52,17 @@ NO_KEYS = ApiKeys()
 
 
 def _key(http: HttpRequest) -> str:
-    """The key that a request brings; "" for none."""
+    """The key of a request; "" for none."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def api_keys(file: Path | None) -> ApiKeys:
-    """The keys of a file, one a line, else of the environment; ValueError for a file without any."""
+    """The keys of a file, one per line, otherwise of the environment; ValueError for a file without keys."""
     lines = file.read_text().splitlines() if file else [environment_key() or ""]
     keys = tuple(line.strip() for line in lines if line.strip())
     if file and not keys:
-        raise ValueError(f"api_key_file {file}: has no key; one a line is needed")
+        raise ValueError(f"api_key_file {file}: has no key; one per line is needed")
     return ApiKeys.of(keys)
 
 
@@ -70,31 +70,31 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Round robin over clients by name; a client's own items come first in, first out."""
+    """Queue with round robin over clients by name, first in, first out for each client."""
 
     def __init__(self) -> None:
-        self._of_client: OrderedDict[str, deque[T]] = OrderedDict()  # the next client first; none is empty
+        self._by_client: OrderedDict[str, deque[T]] = OrderedDict()  # the next client first; no empty queues
 
     def __len__(self) -> int:
-        return sum(map(len, self._of_client.values()))
+        return sum(map(len, self._by_client.values()))
 
     def put(self, client: str, item: T) -> None:
-        self._of_client.setdefault(client, deque()).append(item)
+        self._by_client.setdefault(client, deque()).append(item)
 
     def take(self) -> T:
-        """The next item of the next client, who then is the last; raises KeyError where there is none."""
-        client, items = self._of_client.popitem(last=False)
+        """The next item of the next client, which moves to the end; raises KeyError if the queue is empty."""
+        client, items = self._by_client.popitem(last=False)
         item = items.popleft()
         if items:
-            self._of_client[client] = items
+            self._by_client[client] = items
         return item
 
 
 def has_room(num_held: int, num_asked: int, num_free: int, *, alone: bool) -> bool:
-    """True if a client that holds `num_held` places gets `num_asked` more of those that are free.
+    """True if a client that holds `num_held` places may take `num_asked` of the `num_free` free places.
 
-    One of several may hold no more than it leaves free, the last place apart (dynamic thresholds, Choudhury and Hahne
-    1998): it never has more than half, and the fewer the more others there are. One that is alone may have all.
+    With several clients, none may hold more than it leaves free, except for the last place (dynamic thresholds,
+    Choudhury and Hahne 1998): at most half of all places, and less with more clients. A client alone may take all.
     """
-    left = num_free - num_asked
-    return left >= 0 and (alone or num_held + num_asked <= max(left, 1))
+    num_left = num_free - num_asked
+    return num_left >= 0 and (alone or num_held + num_asked <= max(num_left, 1))

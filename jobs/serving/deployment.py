@@ -1,6 +1,6 @@
-"""Deployment of a model on Serve: a replica, which is imported where it runs.
+"""Serve deployment of a model, which imports the replica where it runs.
 
-Who deploys it makes none, and needs neither torch nor transformers, which take seconds to import.
+The deploying process needs neither torch nor transformers, which take seconds to import.
 """
 
 from contextlib import aclosing
@@ -10,7 +10,7 @@ from jobs.serving.schema import Body, Objects
 
 
 class ReplicaDeployment:
-    """A Replica (replica.py), made of the same arguments."""
+    """A Replica (replica.py) with the same arguments."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         from jobs.serving.replica import Replica
@@ -18,10 +18,10 @@ class ReplicaDeployment:
         self._replica = Replica(*arguments, **settings)
 
     async def answer(self, body: Body, client: str = "") -> Objects:
-        """The objects of the response; leaving early frees its rows."""
+        """The objects of the response; closing it early frees its rows."""
         async with aclosing(self._replica.answer(body, client)) as objects:
-            async for given in objects:
-                yield given
+            async for response in objects:
+                yield response
 
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health."""

@@ -1,8 +1,8 @@
-"""Engine loop: one engine on a thread of its own, shared by any number of asynchronous requests.
+"""Engine loop: one engine on a dedicated thread, shared by any number of asynchronous requests.
 
-Only that thread touches the engine. Event loops queue work for it (add, cancel, swap the policy), which it does
-between two steps, and receive the steps of a response's requests through one asyncio queue. Requests wait for a slot
-here, and clients get slots one after the other.
+Only that thread uses the engine. Event loops queue work for it (add, cancel, change the policy), which it does
+between two steps, and receive the steps of a response through one asyncio queue. Requests wait here for a slot; slots
+go round robin to clients.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from blockpilot.types import Policy, Request, Step
 from jobs.serving.clients import FairQueue, has_room
 from jobs.serving.fields import ApiError
 
-MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
-STALL_S = 120.0  # seconds that a step may take; beyond them the loop is unhealthy, until it ends
+MAX_FAILURES = 3  # consecutive failed steps, after which the loop is unhealthy
+STALL_S = 120.0  # a longer step makes the loop unhealthy until it ends
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 def on_passing_thread(work: Callable[[], Result]) -> Result:
-    """Do torch's work on a thread that ends with it: anywhere but on the engine's.
+    """Run torch's work on a temporary thread; for all work outside the engine's thread.
 
-    Each thread that has multiplied keeps a team of OpenMP's threads as long as it lives. As soon as all teams have
-    more threads than there are CPUs, GNU's OpenMP lets those that wait sleep at once instead of 3 ms later: steps on
-    all CPUs take a third longer.
+    A thread that has used OpenMP keeps its team of threads as long as it lives. If all teams together have more
+    threads than there are CPUs, GNU's OpenMP suspends waiting threads at once instead of after 3 ms, and the engine's
+    steps take a third longer.
     """
     with ThreadPoolExecutor(1, "passing") as pool:
         return pool.submit(work).result()
@@ -51,7 +51,7 @@ def _lost(error: Exception) -> ApiError:
 
 
 class EngineLoop:
-    """Steps `engine` until `close`. At most num_slots + max_queue requests are in flight.
+    """Thread that steps `engine` until `close`, with at most num_slots + max_queue requests in flight.
 
     `on_step` is called with the results and the seconds of every step, on the engine's thread.
     """
@@ -62,8 +62,8 @@ class EngineLoop:
         self.engine = engine
         self.capacity = engine.num_slots + max_queue
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._open: set[Stream] = set()  # the event loops' view
-        self._waiting: FairQueue[tuple[Stream, int]] = FairQueue()  # the thread's view, as is the next one
+        self._open: set[Stream] = set()  # used by the event loops
+        self._waiting: FairQueue[tuple[Stream, int]] = FairQueue()  # used by the engine's thread, like _in_engine
         self._in_engine: dict[int, tuple[Stream, int]] = {}  # stream and number of a request by its id
         self.on_step: Callable[[Sequence[Step], float], None] = lambda steps, seconds: None
         self._num_failures = 0
@@ -75,8 +75,8 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests submitted and neither finished nor cancelled."""
-        return sum(len(stream.left) for stream in tuple(self._open))  # other threads ask, too
+        """Number of submitted requests that are neither finished nor cancelled."""
+        return sum(len(stream.left) for stream in tuple(self._open))  # a copy, since other threads call this
 
     @property
     def healthy(self) -> bool:
@@ -84,20 +84,20 @@ class EngineLoop:
 
     @property
     def stalled(self) -> bool:
-        """True if a step has been taking too long."""
+        """True if the current step takes longer than STALL_S."""
         began = self._step_began
         return began is not None and time.perf_counter() - began > STALL_S
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting) + self.engine.num_waiting
 
     def submit(self, requests: Sequence[Request], client: str = "") -> "Stream":
-        """Queue all of them, or none; called on the event loop that reads their steps.
+        """Queue all requests, or none; called on the event loop that reads their steps.
 
-        client: who asks, where there are several. Raises ValueError for a request that the engine cannot serve,
-        ApiError 429 where there is no place, or none for this client, 503 at the end.
+        client: name of the client, "" if clients are not told apart. Raises ValueError for a request that the engine
+        cannot serve, ApiError 429 without free capacity (for this client), 503 after `close`.
         """
         for request in requests:
             self.engine.check(request)
@@ -111,7 +111,7 @@ class EngineLoop:
         return stream
 
     def check_room(self, num_asked: int, client: str) -> None:
-        """Raise ApiError 429 where there is no place for so many requests of a client."""
+        """Raise ApiError 429 without free capacity for this number of requests of a client."""
         num_open = self.num_in_flight
         num_held = sum(len(stream.left) for stream in tuple(self._open) if stream.client == client)
         if not has_room(num_held, num_asked, self.capacity - num_open, alone=not client):
@@ -120,15 +120,15 @@ class EngineLoop:
             raise ApiError(429, message, code="queue_full")
 
     def use(self, policy: Policy | None, controller: Controller) -> None:
-        """From the next step on, leave rows to this controller; a policy fixes the block sizes of new ones."""
+        """Use this controller from the next step on; a policy fixes the block sizes of new rows."""
 
-        def put() -> None:
+        def replace() -> None:
             self.engine.policy, self.engine.controller = policy, controller
 
-        self._work.put(put)
+        self._work.put(replace)
 
     def close(self) -> None:
-        """Stop after the present step; requests in flight end with ApiError 503."""
+        """Stop after the current step; requests in flight end with ApiError 503."""
         self._closed = True
         self._work.put(lambda: None)
         self._thread.join()
@@ -145,7 +145,7 @@ class EngineLoop:
                 stream._put(_shutting_down())
 
     def _advance(self) -> None:
-        """Do the queued work, then one step; with an idle engine, wait for work."""
+        """Do the queued work, then one step; if the engine is idle, wait for work."""
         try:
             if self.engine.idle and not self._waiting:
                 self._work.get()()
@@ -175,11 +175,11 @@ class EngineLoop:
     def _report(self, steps: Sequence[Step], seconds: float) -> None:
         try:
             self.on_step(steps, seconds)
-        except Exception:  # metrics that fail end no request
+        except Exception:  # failing metrics must not end requests
             log.exception("the results of a step are not reported")
 
     def _fail(self, request_id: int, error: Exception) -> None:
-        """End the response that an exception in a step belongs to, and no other."""
+        """End only the response of the request that raised an exception in a step."""
         log.error("request failed", exc_info=error)
         if request_id in self._in_engine:
             stream, _ = self._in_engine.pop(request_id)
@@ -190,14 +190,14 @@ class EngineLoop:
             self._waiting.put(stream.client, (stream, number))
 
     def _fill(self) -> None:
-        """Hand as many waiting requests to the engine as it has slots."""
+        """Add waiting requests to the engine while it has free slots."""
         while self._waiting and self.engine.num_active + self.engine.num_waiting < self.engine.num_slots:
             stream, number = self._waiting.take()
             if not stream.closed:
                 self._in_engine[self.engine.add(stream.requests[number])] = stream, number
 
     def _cancel(self, stream: "Stream") -> None:
-        for request_id in [i for i, (other, _) in self._in_engine.items() if other is stream]:
+        for request_id in [i for i, (owner, _) in self._in_engine.items() if owner is stream]:
             del self._in_engine[request_id]
             self.engine.cancel(request_id)
 
@@ -214,21 +214,21 @@ class EngineLoop:
 class Stream:
     """Asynchronous iterator of the steps of a response's requests, each with the number of its request.
 
-    Closing it before the last step cancels what is left. Iterating raises ApiError 500 if the engine fails, and 503
-    if the loop is closed first.
+    Closing it before the last step cancels the remaining requests. Iterating raises ApiError 500 if the engine fails,
+    and 503 if the loop is closed first.
     """
 
     def __init__(self, owner: EngineLoop, requests: Sequence[Request], client: str) -> None:
         self.requests, self.client = requests, client
         self.left = set(range(len(requests)))
-        """Requests that have not come to their end."""
+        """Numbers of the unfinished requests."""
         self._owner = owner
         self._event_loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Step] | ApiError] = asyncio.Queue()
 
     @property
     def closed(self) -> bool:
-        """True if all is finished, failed or cancelled."""
+        """True if all requests are finished, failed or cancelled."""
         return not self.left
 
     def __aiter__(self) -> Self:
@@ -249,14 +249,14 @@ class Stream:
         return number, step
 
     def close(self) -> None:
-        """Cancel what is left, wherever it is; its slots are free before the engine's next step."""
+        """Cancel the remaining requests; their slots are free before the engine's next step."""
         if not self.closed:
             self.left.clear()
             self._owner._open.discard(self)
             self._owner._work.put(partial(self._owner._cancel, self))
 
     def _put(self, event: tuple[int, Step] | ApiError) -> bool:
-        """Send from the engine's thread; False if the event loop is closed."""
+        """Send an event from the engine's thread; False if the event loop is closed."""
         try:
             self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the event loop is closed

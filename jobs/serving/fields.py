@@ -1,7 +1,7 @@
-"""Pieces of a request's schema: OpenAI's errors, values as lenient as clients are, and fields that change nothing.
+"""Parts of a request's schema: OpenAI's errors, lenient types, and neutral values of unsupported fields.
 
-Clients send many fields whether their users set them or not. Of those that are not built, values that change nothing
-are accepted; any other value is refused by name, since ignoring it would give a text that was not asked for.
+Clients send many fields that their users did not set. For unsupported fields, values that change nothing are
+accepted; other values are refused by name, since ignoring them would give another text than requested.
 """
 
 import json
@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's error shape. Travels between processes."""
+    """An answer other than 200 in OpenAI's error format; can be pickled."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)
@@ -26,7 +26,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """WWW-Authenticate or Retry-After, where the status calls for it."""
+        """WWW-Authenticate or Retry-After, depending on the status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
@@ -42,9 +42,9 @@ _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 
 
 def short(value: object) -> str:
-    """`repr` of the beginning of a value, cut at 80 characters."""
-    shown = _BRIEF.repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    """`repr` of a value, cut at 80 characters."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 MAX_BIASES = 1024
@@ -52,7 +52,7 @@ MAX_METADATA = 64  # fields; OpenAI takes 16
 
 
 def whole(value: Any) -> Any:
-    """JSON has one kind of number: 10.0 is an integer."""
+    """Convert integral floats to int, since JSON has one type of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -65,12 +65,12 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """Token ids are strings in JSON."""
+    """Check and convert a logit_bias object, whose keys are token ids as strings."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise ValueError(f"must be an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100")
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ValueError(f"{short(token)} is no token id")
+            raise ValueError(f"{short(token)} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError(f"token {token} has {short(bias)}; must be a number from -100 to 100")
     return {int(token): float(bias) for token, bias in value.items()}
@@ -89,7 +89,7 @@ Metadata = Annotated[dict[str, str], BeforeValidator(_metadata)]
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
-    "echo": (False,),  # in chat, as vLLM has it
+    "echo": (False,),  # in chat, an extension of vLLM
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logprobs": (False,),
@@ -104,8 +104,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "detokenize": (True,),
     "documents": ([],),
-    "enable_thinking": (False,),  # where chat_template_kwargs do not say so
-    "include_reasoning": (True, False),  # nothing is taken for reasoning
+    "enable_thinking": (False,),  # unless set in chat_template_kwargs
+    "include_reasoning": (True, False),  # this server separates no reasoning
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "mm_processor_kwargs": ({},),
@@ -113,7 +113,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),  # no special token has a text
+    "spaces_between_special_tokens": (True, False),  # special tokens have no text
     "use_beam_search": (False,),
     # SGLang
     "min_new_tokens": (0,),
@@ -138,12 +138,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def is_neutral(name: str, value: object) -> bool:
-    """True for a value of a field that changes nothing; a bool is none of the numbers that it equals."""
+    """True if this value of an unsupported field changes nothing; True and False do not count as 1 and 0."""
     return any(
-        value == known and isinstance(value, bool) == isinstance(known, bool) for known in NEUTRAL.get(name, ())
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())
     )
 
 
 def allowed(name: str) -> str:
-    """The values of a field of NEUTRAL, for an error."""
+    """The accepted values of a field in NEUTRAL, for an error message."""
     return " or ".join(json.dumps(value) for value in NEUTRAL[name])

@@ -1,10 +1,11 @@
-"""The server's front: it speaks HTTP, checks requests, and hands each to a replica of the model that it asks for.
+"""Gateway of the server: speaks HTTP, checks requests, and forwards them to a replica of the requested model.
 
-It holds no model. A bad request therefore costs the replicas nothing, and the gateway outlives them. A request whose
-replica is lost before anything was sent goes to another replica, once. A stream that is cut ends in an error event.
+It holds no model, so bad requests do not load the replicas, and the gateway survives their crashes. A request whose
+replica is lost before the first chunk is sent to another replica, once. An interrupted stream ends with an error
+event.
 
-`jobs/serve.py` alone listens here: a proxy of Serve, which every chunk would pass, costs some 4% of the tokens a
-second on two cores. On a cluster Serve's proxies listen.
+With `jobs/serve.py` the gateway itself listens: Serve's proxies, which forward every chunk, cost about 4% of the
+tokens per second on two cores. On a cluster Serve's proxies listen.
 """
 
 import asyncio
@@ -38,9 +39,9 @@ AWAY = (DeploymentUnavailableError, TaskCancelledError)
 
 
 class Gateway:
-    """Ingress that Serve runs. `models` are handles by the first name of each; `aliases` gives it for all names.
+    """Serve's ingress. `models` are handles by the main name of each model; `aliases` maps all names to main names.
 
-    With an `address`, host and port, it listens there; without one Serve's proxies hand it what they receive.
+    With an `address`, host and port, it listens there; otherwise Serve's proxies forward requests to it.
     """
 
     def __init__(
@@ -62,25 +63,25 @@ class Gateway:
             on_exchange=self._on_exchange,
         )
         self._http: asyncio.Task[None] | None = None
-        if address is not None:  # Serve makes this object on the event loop that it runs it on
+        if address is not None:  # Serve constructs this object on its event loop
             self._http = asyncio.get_running_loop().create_task(serve_http(self._app, bound(*address)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
     def check_health(self) -> None:
-        """Raise RuntimeError if it does not listen any more; Serve then replaces it."""
+        """Raise RuntimeError if it no longer listens; Serve then replaces it."""
         if self._http is not None and self._http.done():
             error = None if self._http.cancelled() else self._http.exception()
             raise RuntimeError(f"the gateway does not listen any more ({error})")
 
     async def drain(self) -> int:
-        """Refuse what comes from now on; returns how many requests are still open."""
+        """Refuse new requests from now on; returns the number of open requests."""
         self._app.state.api.draining = True
         return int(self._app.state.api.num_open)
 
     async def cut(self) -> None:
-        """End what is still open, streams with an error event."""
+        """End open requests, streams with an error event."""
         self._app.state.api.cut()
 
     def _on_exchange(self, exchange: Exchange) -> None:
@@ -95,7 +96,7 @@ class RemoteModel:
         self._handle = handle
 
     async def status(self) -> dict[str, Any]:
-        """Of one of the replicas; raises ApiError."""
+        """Status of one of the replicas; raises ApiError."""
         async with aclosing(self._objects("status")) as objects:
             status = await anext(objects)
         if isinstance(status, ApiError):
@@ -107,21 +108,21 @@ class RemoteModel:
         return self._objects("answer", body, client)
 
     async def _objects(self, method: str, *arguments: object) -> Objects:
-        """What a replica gives; all from another one, once, if it is lost before it gave anything."""
+        """The objects of a replica; if it is lost before the first object, those of another replica, once."""
         handle = self._handle.options(method_name=method, stream=method == "answer")
         for tries_left in (1, 0):
-            response, given = handle.remote(*arguments), False
+            response, has_yielded = handle.remote(*arguments), False
             try:
-                async for found in _each(response):
-                    given = True
-                    yield found
+                async for result in _results(response):
+                    has_yielded = True
+                    yield result
                 return
             except (*LOST, *AWAY, BackPressureError, RayError) as error:
-                retried = isinstance(error, LOST) and not given and tries_left > 0
+                retried = isinstance(error, LOST) and not has_yielded and tries_left > 0
                 if not retried:
                     yield _api_error(error)
                     return
-                log.warning("replica lost, another one is asked: %s", error)
+                log.warning("replica lost, trying another one: %s", error)
             finally:
                 response.cancel()  # type: ignore[no-untyped-call]
 
@@ -138,25 +139,25 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error ({type(error).__name__})", code="engine_error")
 
 
-async def _each(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> Objects:
+async def _results(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> Objects:
     if isinstance(response, DeploymentResponse):
         yield await response
     else:
-        async for found in response:
-            yield found
+        async for result in response:
+            yield result
 
 
 REQUEST_ID = b"x-request-id"
 LONGEST_ID = 128
-KEEP_ALIVE_S = 90  # as Serve's proxies
-LOOK_S = 15.0  # between two looks at a connection, whose client has moved meanwhile or is cut off
-MAX_HEAD_BYTES = 2**15  # of a request's line and headers
+KEEP_ALIVE_S = 90  # like Serve's proxies
+LOOK_S = 15.0  # between two checks of a connection; without progress in between it is cut
+MAX_HEAD_BYTES = 2**15  # of request line and headers
 BACKLOG = 2048
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches."""
+    """True for addresses that only this machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -164,24 +165,24 @@ def is_loopback(host: str) -> bool:
 
 
 def netloc(host: str, port: int) -> str:
-    """Host and port as in a URL, where an IPv6 address has brackets."""
+    """Host and port as in a URL, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen there, one for each address of the host: `localhost` has one of IPv4 and one of IPv6. `::`
-    takes IPv4, too. Raises OSError where it cannot.
+    """Listening sockets, one per address of the host: `localhost` has an IPv4 and an IPv6 address. `::` also accepts
+    IPv4. Raises OSError if it cannot listen.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners, absent = list[socket.socket](), None
     try:
-        for family, _, _, _, address in dict.fromkeys(found):
+        for family, _, _, _, address in dict.fromkeys(addresses):
             try:
                 listeners.append(_listener(family, address))
             except OSError as error:
                 if error.errno not in ABSENT:
                     raise
-                absent = error  # a name may have addresses that this machine has not
+                absent = error  # a name may have addresses that this machine lacks
         if absent is not None and not listeners:
             raise absent
     except OSError:
@@ -196,17 +197,17 @@ def close(listeners: Sequence[socket.socket]) -> None:
 
 
 def _listener(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
-    both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    dual_stack = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
 
 
 async def serve_http(app: ASGIApp, listeners: Sequence[socket.socket]) -> None:
-    """Answer what comes there until the process ends."""
+    """Serve requests on these sockets until the process ends."""
     await http_server(identified(app)).serve(sockets=list(listeners))
 
 
 def http_server(app: ASGIApp) -> uvicorn.Server:
-    """The application's HTTP, with bounds for what clients hold open."""
+    """HTTP server of the application, with limits on idle and slow clients."""
     config = uvicorn.Config(
         app,
         http=HttpConnection,
@@ -221,7 +222,7 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
 
 
 class HttpConnection(H11Protocol):
-    """HTTP connection that is cut where a client sends no whole head, or reads nothing, for LOOK_S to twice that."""
+    """HTTP connection that is cut if the client sends no complete head, or reads nothing, for LOOK_S to 2 LOOK_S."""
 
     _look_again: asyncio.TimerHandle | None = None
 
@@ -242,31 +243,32 @@ class HttpConnection(H11Protocol):
             self._look_again = self.loop.call_later(LOOK_S, self._look, now)
 
     def _state(self) -> "_State":
-        idle = self.timeout_keep_alive_task is not None  # kept for another request: uvicorn closes it in time
+        idle = self.timeout_keep_alive_task is not None  # kept alive for another request; uvicorn closes it
         in_head = not idle and (self.cycle is None or self.cycle.response_complete)
         return _State(self.cycle, in_head, self.transport.get_write_buffer_size())
 
 
 class _State(NamedTuple):
-    """State of a connection that its client can change."""
+    """Progress of a connection's client."""
 
-    request: object  # the latest one
-    in_head: bool  # of the next one
-    num_unsent: int  # bytes of the answer
+    request: object  # the latest
+    in_head: bool  # receiving the head of the next request
+    num_unsent: int  # bytes of the response
 
 
 def identified(app: ASGIApp) -> ASGIApp:
-    """The application with an id for each request, its own or a new one, as Serve's proxies give it: the response has
-    it, and the logs of this process and of replicas.
+    """Middleware that gives every request an id, its x-request-id header or a new one, as Serve's proxies do.
+
+    The id is in the response's headers, and in the logs of this process and of replicas.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        own = dict(scope.get("headers", ())).get(REQUEST_ID, b"")[:LONGEST_ID] or str(uuid4()).encode()
-        _serve_request_context.set(_RequestContext(request_id=own.decode("latin-1")))  # type: ignore[arg-type]
+        request_id = dict(scope.get("headers", ())).get(REQUEST_ID, b"")[:LONGEST_ID] or str(uuid4()).encode()
+        _serve_request_context.set(_RequestContext(request_id=request_id.decode("latin-1")))  # type: ignore[arg-type]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, own)]
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
 
         await app(scope, receive, send_with_id)

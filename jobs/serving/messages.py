@@ -1,7 +1,7 @@
-"""Parts of a request's schema: structured outputs, tools, and messages, as OpenAI and vLLM name them.
+"""Parts of a request's schema: structured outputs, tools and messages, named as by OpenAI and vLLM.
 
-Clients send back what they were given, with fields that other servers and libraries have added to it. Those that say
-nothing to a model are accepted and left out; reasoning, names and ids are given to the template.
+Clients send earlier answers back, with fields that other servers and libraries have added. Fields that do not concern
+the model are accepted and dropped; reasoning, names and ids are passed to the chat template.
 """
 
 import json
@@ -14,7 +14,7 @@ from blockpilot.constraints.grammar import ANY_OBJECT, Grammar, of_choices, of_s
 from blockpilot.constraints.schemas import JsonObject
 from jobs.serving.constraints.tools import Tool
 
-MAX_FIELDS = 64  # of an object: bounds what a bad body makes us build
+MAX_FIELDS = 64  # of an object: limits the work for a bad body
 MAX_CHOICES_OF_TEXT = 1024
 
 
@@ -32,7 +32,7 @@ class JsonBody(BaseModel):
 
 
 class NamedSchema(JsonBody):
-    """OpenAI's json_schema; the schema is followed whether `strict` or not."""
+    """OpenAI's json_schema; the schema is enforced with and without `strict`."""
 
     name: str = "schema"
     description: str | None = None
@@ -49,7 +49,7 @@ class ResponseFormat(JsonBody):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError('json_schema: stands where type is "json_schema", and nowhere else')
+            raise ValueError('json_schema: required with type "json_schema", and only then')
         return self
 
     @property
@@ -60,21 +60,21 @@ class ResponseFormat(JsonBody):
 
 
 class StructuredOutputs(JsonBody):
-    """vLLM's structured_outputs: one of them."""
+    """vLLM's structured_outputs: exactly one of the constraints."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES_OF_TEXT)
     grammar_: str | None = Field(None, alias="grammar")
-    """In Lark's or GBNF's notation."""
+    """Grammar in Lark's or GBNF's notation."""
     whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> "StructuredOutputs":
-        asked = (self.json_, self.json_object, self.regex, self.choice, self.grammar_)
-        if sum(each is not None for each in asked) != 1:
-            raise ValueError("one of json, json_object, regex, choice and grammar is needed, and no more")
+        constraints = (self.json_, self.json_object, self.regex, self.choice, self.grammar_)
+        if sum(constraint is not None for constraint in constraints) != 1:
+            raise ValueError("exactly one of json, json_object, regex, choice and grammar is needed")
         return self
 
     @property
@@ -86,7 +86,7 @@ class StructuredOutputs(JsonBody):
         if self.grammar_ is not None:
             return Grammar("grammar", self.grammar_)
         schema = ANY_OBJECT if self.json_ is None else _parsed(self.json_)
-        if not isinstance(schema, Mapping):  # what is wrong with it is said when it is compiled
+        if not isinstance(schema, Mapping):  # its compilation raises the error
             return Grammar("json", str(self.json_), self.whitespace_pattern)
         return of_schema(schema, self.whitespace_pattern)
 
@@ -99,28 +99,28 @@ def _parsed(schema: Any) -> Any:
 
 
 def structured(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Grammar | None:
-    """What a request's text must match; raises ValueError where both fields say something."""
-    of_format = None if response_format is None else response_format.grammar
-    if of_format is not None and outputs is not None:
+    """Grammar that the text must match; raises ValueError if both fields set one."""
+    format_grammar = None if response_format is None else response_format.grammar
+    if format_grammar is not None and outputs is not None:
         raise ValueError("structured_outputs: response_format asks for a structure, too; one of them is needed")
-    return of_format if outputs is None else outputs.grammar
+    return format_grammar if outputs is None else outputs.grammar
 
 
 MAX_TOOLS = 128
-MAX_CALLED = 256  # characters of the name of a call that was made
+MAX_CALLED = 256  # characters of the function name in an earlier call
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-def without(given: Any, ignored: tuple[str, ...]) -> Any:
-    """A JSON object without the fields that say nothing to a model."""
-    return {key: value for key, value in given.items() if key not in ignored} if isinstance(given, dict) else given
+def without(body: Any, ignored: tuple[str, ...]) -> Any:
+    """A JSON object without these fields, which do not concern the model."""
+    return {key: value for key, value in body.items() if key not in ignored} if isinstance(body, dict) else body
 
 
 class FunctionBody(JsonBody):
     """A function that may be called.
 
-    Its schema is followed whether `strict` or not; of one that is not, what no grammar can enforce is dropped.
+    Its schema is enforced with and without `strict`; without it, keywords that no grammar can enforce are dropped.
     """
 
     name: Name
@@ -130,8 +130,8 @@ class FunctionBody(JsonBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_sent(cls, given: Any) -> Any:
-        return without(given, ("cache_control",))
+    def _as_sent(cls, body: Any) -> Any:
+        return without(body, ("cache_control",))
 
 
 class ToolBody(JsonBody):
@@ -142,8 +142,8 @@ class ToolBody(JsonBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_sent(cls, given: Any) -> Any:
-        return without(given, ("cache_control",))
+    def _as_sent(cls, body: Any) -> Any:
+        return without(body, ("cache_control",))
 
     @property
     def tool(self) -> Tool:
@@ -151,7 +151,7 @@ class ToolBody(JsonBody):
 
     @property
     def shown(self) -> JsonObject:
-        """As a chat template takes it."""
+        """Definition for the chat template."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
@@ -169,7 +169,7 @@ class ToolChoiceBody(JsonBody):
 
 
 class CalledFunctionBody(JsonBody):
-    """Name and arguments of a call; the latter are JSON in a string, or what a model made of it."""
+    """Name and arguments of a call; arguments are JSON in a string, possibly cut or invalid."""
 
     name: str = Field(min_length=1, max_length=MAX_CALLED)
     arguments: Annotated[
@@ -178,8 +178,8 @@ class CalledFunctionBody(JsonBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_sent_back(cls, given: Any) -> Any:
-        return without(given, ("parsed_arguments",))
+    def _as_sent_back(cls, body: Any) -> Any:
+        return without(body, ("parsed_arguments",))
 
 
 class CallBody(JsonBody):
@@ -191,8 +191,8 @@ class CallBody(JsonBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_sent_back(cls, given: Any) -> Any:
-        return without(given, ("index", "cache_control", "provider_specific_fields", "extra_content"))
+    def _as_sent_back(cls, body: Any) -> Any:
+        return without(body, ("index", "cache_control", "provider_specific_fields", "extra_content"))
 
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -203,7 +203,7 @@ IGNORED = (
 
 
 def _content_text(value: Any) -> Any:
-    """OpenAI's content is a string or a list of parts; text parts are joined by newlines."""
+    """Text of OpenAI's content, a string or a list of parts, which are joined by newlines."""
     return "\n".join(map(_part_text, value)) if isinstance(value, list) else value
 
 
@@ -224,35 +224,35 @@ class ChatMessage(JsonBody):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """As DeepSeek's API and many templates name it; vLLM's name is `reasoning`."""
+    """Name in DeepSeek's API and many templates; vLLM's name is `reasoning`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _as_sent_back(cls, given: Any) -> Any:
-        """Without what says nothing; content may be absent where there is a refusal, or in an answer or a result."""
-        if not isinstance(given, dict):
-            return given
-        found = without(given, IGNORED)
-        if (reasoning := found.pop("reasoning", None)) is not None:
-            found.setdefault("reasoning_content", reasoning)
-        if found.get("content") is None and given.get("role") in ("assistant", "tool"):
-            found["content"] = given.get("refusal") or ""
-        return found
+    def _as_sent_back(cls, body: Any) -> Any:
+        """Drop ignored fields; content may be absent with a refusal, and in assistant and tool messages."""
+        if not isinstance(body, dict):
+            return body
+        message = without(body, IGNORED)
+        if (reasoning := message.pop("reasoning", None)) is not None:
+            message.setdefault("reasoning_content", reasoning)
+        if message.get("content") is None and body.get("role") in ("assistant", "tool"):
+            message["content"] = body.get("refusal") or ""
+        return message
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls: only the assistant's messages have some")
+            raise ValueError("tool_calls: only messages of the assistant may have tool calls")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("tool_call_id: a message of a tool names the call that it answers")
+            raise ValueError("tool_call_id: required in messages of a tool")
         return self
 
 
 def shown(messages: Sequence[ChatMessage], *, plain: bool = False) -> list[JsonObject]:
-    """Messages as a chat template takes them, arguments as objects.
+    """Messages for the chat template, with arguments as objects.
 
-    Arguments that are no JSON object, such as those of a call that was cut, stay the text that they are; with `plain`
-    they are an object that holds it, for templates that need one.
+    Arguments that are not a JSON object, such as those of an interrupted call, stay text; with `plain` the text is
+    wrapped in an object, for templates that need one.
     """
     names = {call.id: call.function.name for message in messages for call in message.tool_calls if call.id}
     return [_shown(message, names, plain) for message in messages]
@@ -260,7 +260,7 @@ def shown(messages: Sequence[ChatMessage], *, plain: bool = False) -> list[JsonO
 
 def _shown(message: ChatMessage, names: dict[str, str], plain: bool) -> JsonObject:
     name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
-    found: JsonObject = {
+    fields: JsonObject = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.content,
         "reasoning_content": message.reasoning_content,
@@ -269,7 +269,7 @@ def _shown(message: ChatMessage, names: dict[str, str], plain: bool) -> JsonObje
         "tool_call_id": message.tool_call_id,
         "tool_calls": [_shown_call(call, plain) for call in message.tool_calls],
     }
-    return {key: value for key, value in found.items() if key in ("role", "content") or value}
+    return {key: value for key, value in fields.items() if key in ("role", "content") or value}
 
 
 def _shown_call(call: CallBody, plain: bool) -> JsonObject:
@@ -281,10 +281,10 @@ def _shown_call(call: CallBody, plain: bool) -> JsonObject:
 
 
 def _object(text: str) -> JsonObject | str:
-    """The object that a string of JSON holds; the string itself where it holds none."""
+    """The JSON object in a string; the string itself if it is not one."""
     try:
-        found = json.loads(text or "{}")
-        json.dumps(found, ensure_ascii=False).encode()  # no half of a surrogate pair, and not nested too deeply
+        value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # raises for lone surrogates and deep nesting
     except (ValueError, RecursionError):
         return text
-    return {} if found is None else found if isinstance(found, dict) else text
+    return {} if value is None else value if isinstance(value, dict) else text

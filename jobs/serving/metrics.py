@@ -1,6 +1,6 @@
-"""Prometheus metrics, through Ray: every node exports them on its metrics port.
+"""Prometheus metrics through Ray: every node exports them on its metrics port.
 
-Serve adds the labels application, deployment and replica. `grafana.json` is a dashboard of them.
+Serve adds the labels application, deployment and replica. `grafana.json` is a dashboard for them.
 """
 
 import threading
@@ -28,9 +28,11 @@ class GatewayMetrics:
     """Metrics of the gateway: requests by model, path and status, and their seconds."""
 
     def __init__(self) -> None:
-        labels: Any = ("model", "path", "status")  # Serve declares a tuple of one
-        self._requests = Counter("blockpilot_requests", "Requests answered, refused ones included.", labels)
-        self._seconds = Histogram("blockpilot_request_seconds", "From arrival to the end.", LATENCY_S, ("model",))
+        labels: Any = ("model", "path", "status")  # Serve declares a tuple of one element
+        self._requests = Counter("blockpilot_requests", "Answered requests, including refused ones.", labels)
+        self._seconds = Histogram(
+            "blockpilot_request_seconds", "Seconds from arrival to the end.", LATENCY_S, ("model",)
+        )
 
     def on_exchange(self, exchange: Exchange) -> None:
         model = exchange.model or "none"
@@ -42,34 +44,44 @@ class GatewayMetrics:
 class ReplicaMetrics:
     """Metrics of one replica: counters and histograms of its steps and answers, gauges of its state.
 
-    `name` is the model's. `policy` gives the version of the champion in use, 0 for none, and whether the registry's
-    could not be used.
+    `name` is the model's. `policy` returns the version of the champion in use (0 for none), and True if the
+    registry's champion cannot be used.
     """
 
     def __init__(self, name: str, loop: "EngineLoop", policy: Callable[[], tuple[int, bool]]) -> None:
-        def of_model(metric: M) -> M:
+        def tagged(metric: M) -> M:
             metric.set_default_tags({"model": name})
             return metric
 
-        own: Any = ("model",)
+        by_model: Any = ("model",)
         by_size, by_outcome = cast(Any, ("model", "block_size", "layout")), cast(Any, ("model", "outcome"))
         by_source = cast(Any, ("model", "source"))
         self._loop, self._policy = loop, policy
-        self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
-        self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
-        self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
-        self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
-        self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
-        self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size and layout.", by_size))
-        self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
-        self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Proposed tokens among them.", by_source))
-        self._verified = of_model(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", own))
-        self._prompts = of_model(Counter("blockpilot_prompt_tokens", "Of prompts of requests that are over.", own))
-        self._cached = of_model(Counter("blockpilot_cached_tokens", "Those that were kept, not computed.", own))
-        self._kept_tokens = of_model(Gauge("blockpilot_kept_tokens", "Tokens kept for prompts to come.", own))
-        self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
-        self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
-        self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", by_outcome))
+        self._active = tagged(Gauge("blockpilot_active_rows", "Requests that are decoded.", by_model))
+        self._waiting = tagged(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", by_model))
+        self._slots = tagged(Gauge("blockpilot_slots", "Maximum of requests decoded together.", by_model))
+        self._version = tagged(
+            Gauge("blockpilot_policy_version", "Version of the champion in use; 0 for none.", by_model)
+        )
+        self._kept = tagged(
+            Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", by_model)
+        )
+        self._blocks = tagged(Counter("blockpilot_blocks", "Verified blocks by size and layout.", by_size))
+        self._tokens = tagged(Counter("blockpilot_tokens", "Emitted tokens.", by_model))
+        self._accepted = tagged(Counter("blockpilot_accepted_tokens", "Accepted tokens by source.", by_source))
+        self._verified = tagged(Counter("blockpilot_verified_tokens", "Tokens emitted by verify steps.", by_model))
+        self._prompts = tagged(Counter("blockpilot_prompt_tokens", "Prompt tokens of finished requests.", by_model))
+        self._cached = tagged(
+            Counter("blockpilot_cached_tokens", "Prompt tokens found in the prefix cache.", by_model)
+        )
+        self._kept_tokens = tagged(Gauge("blockpilot_kept_tokens", "Tokens in the prefix cache.", by_model))
+        self._step = tagged(
+            Histogram("blockpilot_step_seconds", "Seconds of a step of the whole batch.", STEP_S, by_model)
+        )
+        self._first = tagged(
+            Histogram("blockpilot_first_token_seconds", "Seconds until the first token.", LATENCY_S, by_model)
+        )
+        self._over = tagged(Counter("blockpilot_answers", "Finished requests by outcome.", by_outcome))
         self._leave = threading.Event()
         threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
@@ -78,7 +90,7 @@ class ReplicaMetrics:
         self._leave.set()
 
     def on_step(self, steps: "Sequence[Step]", seconds: float) -> None:
-        """Count a step of the engine; called on its thread."""
+        """Count a step; called on the engine's thread."""
         self._step.observe(seconds)
         blocks = [step for step in steps if step.block_size]
         _add(self._tokens, sum(len(step.tokens) for step in steps))
@@ -89,7 +101,7 @@ class ReplicaMetrics:
             self._blocks.inc(num, {"block_size": str(size), "layout": "chain" if is_chain else "tree"})
 
     def on_answer(self, answered: "Answered") -> None:
-        """Count a request that is over."""
+        """Count a finished request."""
         self._over.inc(1, {"outcome": answered.outcome})
         _add(self._prompts, answered.num_prompt_tokens)
         _add(self._cached, answered.num_cached_tokens)
@@ -97,7 +109,7 @@ class ReplicaMetrics:
             self._first.observe(answered.first_token_s)
 
     def _keep_gauges(self) -> None:
-        """Set them again and again: Ray exports a gauge once for each time that it is set."""
+        """Set the gauges periodically, since Ray exports a gauge only once after it is set."""
         while True:
             version, kept = self._policy()
             engine = self._loop.engine
@@ -112,6 +124,6 @@ class ReplicaMetrics:
 
 
 def _add(counter: Counter, amount: int) -> None:
-    """Ray's counters refuse to add 0."""
+    """Add to a counter; Ray's counters refuse 0."""
     if amount:
         counter.inc(amount)

@@ -1,4 +1,4 @@
-"""Models of a server: what each one's configuration says, its names, and its policy."""
+"""Models of a server: configuration, names and policy of each."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ from jobs.serving.champions import copy_of
 
 
 class ReplicaResources(Placement):
-    """Resources that each replica of a model holds."""
+    """Resources of each replica of a model."""
 
     num_cpus: float | None = Field(default=None, gt=0)
-    """CPU cores of a replica; also its torch threads (at least one). By default the replicas of all models share the
-    cores of the machine where this command starts Ray; in a cluster each has one."""
+    """CPU cores of each replica, and its torch threads (at least one). By default the replicas of all models share
+    the cores of the machine if this command starts Ray; in a cluster each has one core."""
 
 
 class ModelConfig(Config):
@@ -25,30 +25,30 @@ class ModelConfig(Config):
 
     pair: PairConfig = PairConfig()
     served_model_name: tuple[str, ...] = ()
-    """Names under which the model answers, and no others; responses and /v1/models say the first. By default the
-    target's own and its last part in small letters: Qwen/Qwen3-4B and qwen3-4b."""
+    """Names of the model in requests; responses and /v1/models use the first. By default the target's hub id and its
+    last part in lower case: Qwen/Qwen3-4B and qwen3-4b."""
     policy: str = AUTO
-    """Choice of what is drafted and verified: by "champion" of the registry, by the directory of a policy, by
-    "untrained" (an acceptance model that starts with the draft's own probabilities), or one block size. "auto" is the
-    champion, and "untrained" while there is none. A target without a draft has "untrained", or block size 1."""
+    """Policy that chooses what is drafted and verified: "champion" of the registry, the directory of a policy,
+    "untrained" (an acceptance model that starts with the draft's probabilities), or a fixed block size. "auto" is the
+    champion, or "untrained" while there is none. A target without a draft has only "untrained" and block size 1."""
     resources: ReplicaResources = ReplicaResources()
-    """Resources of each replica; num_actors is their number, or the least number where max_replicas is larger."""
+    """Resources of each replica; num_actors is the number of replicas, or the minimum if max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
-    """Upper bound of autoscaling; an idle replica is drained and stopped."""
+    """Maximum number of replicas in autoscaling, which drains and stops idle replicas."""
     num_slots: int = Field(default=8, ge=1)
-    """Requests that a replica decodes together."""
+    """Requests that a replica decodes together (slots of its cache)."""
     max_length: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
+    """Maximum tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Limit of an answer's tokens; by default only the context limits it."""
+    """Maximum tokens of an answer; by default limited only by the context."""
     max_prefill_tokens: int = Field(default=256, ge=1)
-    """Prompt tokens in one step; a longer prompt takes several steps, and streams go on in between. A smaller number
-    shortens the gaps between tokens and costs throughput (LOG.md)."""
+    """Maximum prompt tokens in one step: a longer prompt is prefilled in several chunks, between which streams
+    continue. A smaller number shortens the gaps between tokens and costs throughput (LOG.md)."""
     prefix_tokens: int | None = Field(default=None, ge=0)
-    """Tokens whose keys and values are kept for prompts that begin alike, the least recently used replaced first; by
-    default as many as the slots hold, 0 for none."""
+    """Size of the prefix cache in tokens, with least-recently-used eviction; by default as many as the slots hold, 0
+    for no prefix cache."""
     max_queue: int = Field(default=64, ge=0)
-    """Requests that wait at a replica for a slot; more are answered 429."""
+    """Maximum requests that wait at a replica for a slot; further ones are answered 429."""
 
     @field_validator("served_model_name")
     @classmethod
@@ -60,7 +60,7 @@ class ModelConfig(Config):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names under which the model answers; the first is its own."""
+        """All names of the model in requests, the main name first."""
         target, _ = split_revision(self.pair.models[0])
         return self.served_model_name or tuple(dict.fromkeys((target, target_slug(target))))
 
@@ -73,24 +73,25 @@ class ModelConfig(Config):
 
 
 def check_without_draft(target: str, policy: int | str | Path) -> None:
-    """Raise ValueError for a policy that a target without a draft cannot have: all but 1, "auto" and "untrained"."""
+    """Raise ValueError unless a target without a draft can have this policy: 1, "auto" or "untrained"."""
     if policy not in (0, 1, AUTO, UNTRAINED):
         raise ValueError(no_draft_message(target, f"policy {policy}"))
 
 
 def models_by_name(models: Sequence[ModelConfig]) -> dict[str, str]:
-    """Every name, and the first one of its model; ValueError for a name of two models."""
-    found = dict[str, str]()
+    """The main name of the model by every name; raises ValueError for a name of two models."""
+    main_names = dict[str, str]()
     for model in models:
-        if taken := found.keys() & set(model.names):
-            raise ValueError(f"name {min(taken)!r} of two models: served_model_name gives each names of its own")
-        found |= dict.fromkeys(model.names, model.names[0])
-    return found
+        if repeated := main_names.keys() & set(model.names):
+            raise ValueError(f"name {min(repeated)!r} of two models: served_model_name gives each names of its own")
+        main_names |= dict.fromkeys(model.names, model.names[0])
+    return main_names
 
 
 def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
-    """A block size, "auto" where it is no champion, "untrained", or a policy's directory; ValueError if there is none
-    or it is for other models.
+    """Resolve a policy: a block size, "untrained", a directory, or "auto" without a champion.
+
+    Raises ValueError if there is no such policy or it is for other models.
     """
     source = model.policy_source
     if not model.pair.has_draft:
@@ -114,7 +115,7 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
             if source == AUTO:
                 return AUTO
             raise ValueError(
-                f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
+                f"{error}. Create one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
                 " or serve without any with --policy untrained"
             ) from None
         directory = copy_of(registry, version, folder)

@@ -1,6 +1,6 @@
-"""Policy of a replica: a small file beside the models, which another one replaces in place.
+"""Policy of a replica, which can be replaced without reloading models or interrupting requests.
 
-Serve's `user_config`, or a new champion of the registry, names it; the models and the requests in flight stay.
+Serve's `user_config`, or a new champion of the registry, selects it.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from jobs.serving.engine_loop import EngineLoop, on_passing_thread
 from jobs.serving.models import check_without_draft
 
 TRIAL_TOKENS = 8
-PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
+PRICE_CONTEXT, PRICE_ROWS = 256, 4  # of the steps timed at the start; small, since requests wait for it
 PolicySource = int | str | Path
 """A block size, "untrained", or the directory of a policy."""
 
 
 class PolicyInUse:
-    """The policy of an engine loop that decodes with `pair`, and the watch of the registry that may replace it."""
+    """Policy of an engine loop that decodes with `pair`, and the watcher of the registry that may replace it."""
 
     def __init__(self, pair: Pair, loop: EngineLoop) -> None:
         self.watch: ChampionWatch | None = None
@@ -38,28 +38,28 @@ class PolicyInUse:
         self._price: StepPrice | None = None  # of this device
 
     def stop(self) -> None:
-        """Stop asking the registry; the policy stays."""
+        """Stop watching the registry; the policy stays."""
         if self.watch is not None:
             self.watch.stop()
             self.watch = None
 
     @property
     def status(self) -> dict[str, object]:
-        """Its name and version, and what the watch follows and last met."""
+        """Name and version of the policy, and the model and last error of the watcher."""
         followed = {} if self.watch is None else {"follows": self.watch.name, "error": self.watch.error or None}
         return dict(self._named or {"name": "none"}) | followed
 
     def champion(self) -> tuple[int, bool]:
-        """Version of the champion in use, 0 for none, and whether the registry's cannot be used."""
+        """Version of the champion in use (0 for none), and True if the registry's champion cannot be used."""
         return (0, False) if self.watch is None else (self.watch.number, bool(self.watch.error))
 
     def configure(self, user_config: Mapping[str, Any]) -> None:
-        """Use another policy from the next prefill on; ValueError for one that is not there or cannot be used.
+        """Use another policy from the next prefill on; raises ValueError if it does not exist or cannot be used.
 
-        user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
-        `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
-        A champion that the registry cannot give at the start is its last copy. With "auto" and no champion it is
-        "untrained": a champion has beaten that. A pair without a draft has no other policies but block size 1.
+        user_config: `policy` is a block size, a directory, "untrained", "champion" or "auto". The last two also need
+        `store` (the MLflow store), `follow_s` (seconds between polls) and `folder` (for copies). If the registry is
+        unreachable at the start, the last copy of a champion is used. "auto" without a champion is "untrained", which
+        every champion has beaten. A pair without a draft has only "untrained" and block size 1.
         """
         self.stop()
         policy = user_config["policy"]
@@ -79,12 +79,12 @@ class PolicyInUse:
         watch.follow()
 
     def _use(self, policy: PolicySource, version: int = 0) -> None:
-        """Put a policy to use; called on the thread that watches the registry, too."""
-        on_passing_thread(partial(self._put_to_use, policy))
+        """Apply a policy; also called on the thread of the registry watcher."""
+        on_passing_thread(partial(self._apply, policy))
         name = f"block size {policy}" if isinstance(policy, int) else str(policy)
         self._named = {"name": name, "version": version or None}
 
-    def _put_to_use(self, policy: PolicySource) -> None:
+    def _apply(self, policy: PolicySource) -> None:
         if isinstance(policy, int):
             self._loop.use(FixedPolicy(policy), self._controller(None))
         elif policy == UNTRAINED:
@@ -102,22 +102,22 @@ class PolicyInUse:
     def _controller(self, price: StepPrice | None, prior: Prior = UNTRAINED_PRIOR) -> Controller:
         return Controller(AcceptanceModel(self._pair.block_size - 1, prior), price)
 
-    def _price_for(self, own: StepPrice | None) -> StepPrice | None:
-        """A policy's own price where that was measured on such a device, or else the one that is known of this.
+    def _price_for(self, price: StepPrice | None) -> StepPrice | None:
+        """Step cost of this device: the policy's, if it was measured on such a device, otherwise the one used so far.
 
-        It is measured for the first policy only, before any request: timing beside requests would slow them and be
+        It is measured only for the first policy, before any request: timing during requests would slow them and be
         wrong.
         """
-        if own is not None and holds_here(own, self._pair):
-            self._price = own
+        if price is not None and holds_here(price, self._pair):
+            self._price = price
         elif self._price is None and self._named is None:
             rows = min(self._loop.engine.num_slots, PRICE_ROWS)
             self._price = measure_price(self._pair, rows, PRICE_CONTEXT)
-        return self._price or own
+        return self._price or price
 
 
 def try_out(pair: Pair, policy: LearnedPolicy) -> None:
-    """Smoke test: decode 8 tokens with a policy; ValueError for one that fails where it decides."""
+    """Smoke test: decode 8 tokens with a policy; raises ValueError if it fails."""
     try:
         for _ in generate(pair, (0, 1), policy=policy, max_new_tokens=TRIAL_TOKENS, stop_token_ids=frozenset()):
             pass

@@ -1,4 +1,4 @@
-"""Replica of the server: one pair, one engine, and the policy that chooses its block sizes (policies.py)."""
+"""Replica of the server: one pair, one engine, and its policy (policies.py)."""
 
 import asyncio
 import logging
@@ -36,20 +36,20 @@ from jobs.serving.replies import Reply
 from jobs.serving.schema import Body, ChatRequest, Objects
 
 DEFAULT_MAX_LENGTH = 2048
-MOST_CHUNKS = 100.0  # a second, of all streams: each takes a millisecond of the interpreter that the engine shares
-STACK_BYTES = 2**24  # of threads: four times of those that try grammars, whose compiler recurses
-SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
-log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
+MOST_CHUNKS = 100.0  # per second over all streams; each takes a millisecond of the interpreter lock
+STACK_BYTES = 2**24  # of threads; the compiler of grammars recurses (four times the stack of trial.py)
+SWITCH_INTERVAL_S = 0.0002  # latency of the engine's thread to get the interpreter lock; Python's default is 5 ms
+log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the request id
 
 
 class Replica:
-    """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
+    """Server of the pair that `load` returns: an engine loop that answers request bodies, and its policy.
 
-    Serve runs this class. Responses and metrics say `name`, by default the target's. num_threads are torch's, of this
-    process, and why_threads says to /health why so many; num_slots are requests decoded together; max_length is in
-    tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for more; prefix_tokens
-    are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s is the least time
-    between two chunks of a stream, 0 for one a step. Raises ValueError where the caches do not fit into memory.
+    Serve runs this class. name: in responses and metrics, by default the target's. num_threads: of torch, with the
+    reason why_threads for /health. num_slots: requests decoded together. max_length: tokens of prompt and answer.
+    max_new_tokens: limit of an answer. prefix_tokens: size of the prefix cache, by default as many as the slots hold.
+    stream_interval_s: minimum seconds between two chunks of a stream, 0 for a chunk at every step. Raises ValueError
+    if the caches do not fit into memory.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class Replica:
         def start() -> Engine:
             pair = load()
             length = max_length or min(DEFAULT_MAX_LENGTH, pair.max_length)
-            kept = num_slots * length if prefix_tokens is None else prefix_tokens
-            check_memory(pair, num_slots, length, kept)
+            num_prefix_tokens = num_slots * length if prefix_tokens is None else prefix_tokens
+            check_memory(pair, num_slots, length, num_prefix_tokens)
             return Engine(
                 pair,
                 num_slots=num_slots,
                 max_length=length,
                 max_prefill_tokens=max_prefill_tokens,
-                prefix_tokens=kept,
+                prefix_tokens=num_prefix_tokens,
             )
 
         engine = on_passing_thread(start)
         self.pair = pair = engine.pair
         self.name = name or pair.id.target
-        self._chosen: dict[str, object] = {
+        self._settings: dict[str, object] = {
             "dtype": dtype_name(pair.target.dtype),
             "num_threads": num_threads,
             "chosen": {"dtype": why_dtype(pair), "num_threads": why_threads},
             "exactness": engine.exactness,
         }
         sizes = {"num_slots": num_slots, "max_length": engine.max_length, "cache_bytes": engine.cache_bytes}
-        log.info("engine", extra={"model": self.name, **sizes, **self._chosen})
+        log.info("engine", extra={"model": self.name, **sizes, **self._settings})
         self.loop = EngineLoop(engine, max_queue=max_queue)
         self.policy = PolicyInUse(pair, self.loop)
         self._metrics = ReplicaMetrics(self.name, self.loop, self.policy.champion)
@@ -114,11 +114,11 @@ class Replica:
     # --- requests ---
 
     async def answer(self, body: Body, client: str = "") -> Objects:
-        """The objects of the response: one, or the chunks of a stream; leaving early frees its rows.
+        """The objects of the response: one, or the chunks of a stream; closing it early frees its rows.
 
-        client: who asks, where there are several; they get rows in turn.
+        client: name of the client, "" if clients are not told apart; clients get rows round robin.
 
-        An ApiError, the last one, says why there are no more. Serve takes what a replica raises for a broken replica.
+        An error is yielded as an ApiError, the last object, since Serve treats a raised error as a broken replica.
         """
         started = time.monotonic()
         try:
@@ -144,7 +144,7 @@ class Replica:
             "draft": self.pair.id.draft,
             "policy": self.policy.status,
             "device": device_name(self.pair.target.device),
-            **self._chosen,
+            **self._settings,
             "step_price_s": engine.controller.price.by_name,
             "drafting": engine.controller.drafts,
             "num_in_flight": loop.num_in_flight,
@@ -159,9 +159,9 @@ class Replica:
         }
 
     def _interval(self) -> float:
-        """Seconds between two chunks of a stream at present."""
-        least = self._stream_interval_s
-        return max(least, self.loop.num_in_flight / MOST_CHUNKS) if least else 0.0
+        """Seconds between two chunks of a stream at the current load."""
+        minimum = self._stream_interval_s
+        return max(minimum, self.loop.num_in_flight / MOST_CHUNKS) if minimum else 0.0
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
@@ -173,33 +173,33 @@ class Replica:
         self.policy.configure(user_config)
 
     async def _submit(self, body: Body, client: str) -> tuple[Stream, tuple[Tool, ...]]:
-        """Start decoding every choice; the stream of their steps, and the tools that they may call.
+        """Start decoding all choices; returns the stream of their steps, and the tools that they may call.
 
-        Raises ApiError 400, or as `EngineLoop.submit`.
+        Raises ApiError 400, and as `EngineLoop.submit` does.
         """
         if body.num_choices > self.loop.capacity:
             field = "n" if body.num_choices == body.n else body.prompt_field
             message = f"{field}: {body.num_choices} choices are asked for; at most {self.loop.capacity} are in flight"
             raise ApiError(400, message, field, "too_many_choices")
-        self.loop.check_room(body.num_choices, client)  # before any work is done for it
+        self.loop.check_room(body.num_choices, client)  # before any work
         try:
-            requests = await asyncio.to_thread(self._requests, body)  # a long prompt is not tokenized at once
+            requests = await asyncio.to_thread(self._requests, body)  # tokenizing a long prompt takes time
             tools: tuple[Tool, ...] = ()
-            for asked, field in self._structures(body):  # the last one is that of the text
+            for structure, field in self._structures(body):  # the last one constrains the text
                 try:
-                    constraint, tools = await self._grammars.compile(asked)
+                    constraint, tools = await self._grammars.compile(structure)
                 except GrammarError as error:
                     raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
                 requests = [replace(request, constraint=constraint) for request in requests]
             return self.loop.submit(requests, client), tools
         except ValueError as error:
-            named = str(error).partition(" ")[0].rstrip(":")
-            param = named if named in type(body).model_fields else body.prompt_field
+            first_word = str(error).partition(" ")[0].rstrip(":")
+            param = first_word if first_word in type(body).model_fields else body.prompt_field
             raise ApiError(400, str(error), param) from None
 
     @contextmanager
     def _recorded(self, reply: Reply, started: float) -> Iterator[None]:
-        """Log and count a request when it is over, however it ends; `started` is when it came (time.monotonic)."""
+        """Log and count a request at its end; `started` is its arrival (time.monotonic)."""
         outcome = "cancelled"
         try:
             yield
@@ -214,19 +214,19 @@ class Replica:
             self._metrics.on_answer(answered)
 
     def _structures(self, body: Body) -> list[tuple[Grammar | Calls, str]]:
-        """The structure that is asked for, then the calls of tools in the model's own words; each with its field."""
-        found: list[tuple[Grammar | Calls, str]] = []
+        """The requested grammar, then the tool calls in the model's format; each with the name of its field."""
+        structures: list[tuple[Grammar | Calls, str]] = []
         if body.grammar is not None:
-            found.append((body.grammar, body.grammar_field))
+            structures.append((body.grammar, body.grammar_field))
         if isinstance(body, ChatRequest) and body.callable_tools:
             family, tools = family_of(chat_template(self.pair)), tuple(body.callable_tools)
-            found.append((Calls(family, tools, body.must_call, body.parallel_tool_calls, body.grammar), "tools"))
-        return found
+            structures.append((Calls(family, tools, body.must_call, body.parallel_tool_calls, body.grammar), "tools"))
+        return structures
 
     def _requests(self, body: Body) -> list[Request]:
-        """A request for every choice, prompt by prompt; choice i of a prompt has the seed plus i."""
+        """A request for each choice of each prompt; choice i of a prompt uses the seed plus i."""
         self._check_tokens(body)
-        seed = body.seed if body.seed is not None else secrets.randbits(53)  # exact in every JSON reader
+        seed = body.seed if body.seed is not None else secrets.randbits(53)  # exact as a double in JSON
         requests = (self._request(body, prompt_ids, seed) for prompt_ids in _encode(body, self.pair))
         return [_choice_request(request, i) for request in requests for i in range(body.n)]
 
@@ -255,52 +255,52 @@ class Replica:
                 raise ApiError(400, message, name, "unknown_token")
 
     def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
-        """Tokens of the answer at most; raises ApiError where there is no room for as many as are asked for."""
-        context, asked, most = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
-        asked = 1 if asked == 0 else asked  # one that is not shown
-        room = context - num_prompt_tokens
-        if (asked or 1) > room:
+        """Maximum tokens of the answer; raises ApiError if the requested number does not fit."""
+        context, requested, maximum = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
+        requested = 1 if requested == 0 else requested  # a token that is not shown
+        available = context - num_prompt_tokens
+        if (requested or 1) > available:
             message = f"this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}"
-            message += f" and the answer needs {asked or 'at least 1'}"
+            message += f" and the answer needs {requested or 'at least 1'}"
             if context < self.pair.max_length:
                 message += f" (the server's max_length; the model's own limit is {self.pair.max_length})"
-            field = body.prompt_field if room < 1 else "max_tokens"
+            field = body.prompt_field if available < 1 else "max_tokens"
             raise ApiError(400, message, field, "context_length_exceeded")
-        if most is not None and (asked or 1) > most:
-            message = f"max_tokens: {asked} are asked for; this server gives at most {most}"
+        if maximum is not None and (requested or 1) > maximum:
+            message = f"max_tokens: {requested} are asked for; this server gives at most {maximum}"
             raise ApiError(400, message, "max_tokens", "max_tokens_exceeded")
-        most = room if most is None else min(room, most)
-        if asked is None and body.min_tokens > most:
+        maximum = available if maximum is None else min(available, maximum)
+        if requested is None and body.min_tokens > maximum:
             raise ApiError(
-                400, f"min_tokens: {body.min_tokens} are asked for; there is room for {most}", "min_tokens"
+                400, f"min_tokens: {body.min_tokens} are asked for; there is room for {maximum}", "min_tokens"
             )
-        return asked or most
+        return requested or maximum
 
 
 def why_dtype(pair: Pair) -> str:
-    """Why a pair has its dtype: the machine, or that it was asked for."""
+    """Reason of a pair's dtype: the machine's default, or the configuration."""
     best = fastest_dtype(pair.target.device)
     return best.why if dtype_name(pair.target.dtype) == best.name else f"asked for; auto: {best.name}, {best.why}"
 
 
 def chat_template(pair: Pair) -> str | None:
-    """The tokenizer's own, or the one for tools where it has several."""
-    found = pair.tokenizer.chat_template
-    return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
+    """The tokenizer's chat template; if it has several, the one for tools."""
+    template = pair.tokenizer.chat_template
+    return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
 
 
 def _encode(body: Body, pair: Pair) -> list[tuple[int, ...]]:
-    """The token ids of every prompt; raises ValueError for messages that the chat template refuses."""
+    """Token ids of every prompt; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
         return [_encode_messages(body, pair)]
-    around = {"add_special_tokens": body.add_special_tokens}
-    return [tuple(pair.tokenizer(p, **around)["input_ids"] if isinstance(p, str) else p) for p in body.prompt]
+    options = {"add_special_tokens": body.add_special_tokens}
+    return [tuple(pair.tokenizer(p, **options)["input_ids"] if isinstance(p, str) else p) for p in body.prompt]
 
 
 def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
-    template, tools = chat_template(pair), [each.shown for each in body.tools]
+    template, tools = chat_template(pair), [tool.shown for tool in body.tools]
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
-        message = f"reasoning_effort: {body.reasoning_effort!r} means nothing to this model; allowed: none"
+        message = f"reasoning_effort: {body.reasoning_effort!r} has no effect in this model; allowed: none"
         raise ApiError(400, message, "reasoning_effort")
     messages = shown(body.messages)
     if not knows_tools(template):
@@ -313,12 +313,12 @@ def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
     except ValueError:
         if not knows_tools(template) or (plain := shown(body.messages, plain=True)) == messages:
             raise
-        # Arguments that are no object, and a template that needs one.
+        # The template needs arguments that are objects.
         return encode_messages(pair.tokenizer, plain, tools, body.template_kwargs)
 
 
 def _choice_request(request: Request, number: int) -> Request:
-    """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
+    """The request of choice `number`, which differs in its seed, an int64 that wraps around."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))
 
@@ -327,7 +327,7 @@ MEMORY_FILE = Path("/proc/meminfo")
 
 
 def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:
-    """Raise ValueError where the caches of so many slots and kept tokens do not fit into the memory that is left."""
+    """Raise ValueError if the caches of these slots and prefix tokens do not fit into the free memory."""
     needed, free = cache_bytes(pair, num_slots, max_length, prefix_tokens), _free_bytes(pair.target.device)
     if free is not None and needed > free:
         raise ValueError(
@@ -338,15 +338,15 @@ def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int
 
 
 def cache_bytes(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> int:
-    """Memory of the caches of an engine of this size, by those of one slot with one token."""
+    """Bytes of an engine's caches, extrapolated from caches of one and two tokens."""
     target = Target(pair.target, pair.layer_ids).new_cache(1, 1).num_bytes
     first, second = (pair.prepared_draft.new_cache(1, length).num_bytes for length in (1, 2))
-    of_slot = target * (max_length + MAX_BLOCK_SIZE) + first + (max_length - 1) * (second - first)
-    return num_slots * of_slot + prefix_tokens // PAGE * PAGE * (target + second - first)
+    slot_bytes = target * (max_length + MAX_BLOCK_SIZE) + first + (max_length - 1) * (second - first)
+    return num_slots * slot_bytes + prefix_tokens // PAGE * PAGE * (target + second - first)
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, or of a Linux machine; None where it is not known."""
+    """Free memory of a GPU or of a Linux machine; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if not MEMORY_FILE.exists():

@@ -1,9 +1,8 @@
-"""OpenAI's response objects: the chunks of a stream, or one whole object, from the pieces of all choices.
+"""OpenAI's response objects: the chunks of a stream, or one complete object, from the pieces of all choices.
 
-Log probabilities are the target's own, before temperature and truncation, and are those of every token, also of one
-whose text a stop string cut off. Beyond OpenAI's fields, every response has
-the seed that was used, and its usage has `block_size`, `layout`, `num_steps`, `acceptance_length`, and the accepted
-tokens by what proposed them.
+Log probabilities are the target's, before temperature and truncation, and include tokens whose text a stop string cut
+off. In addition to OpenAI's fields, every response has the `seed`, and its usage has `block_size`, `layout`,
+`num_steps`, `acceptance_length`, and the accepted tokens by source.
 """
 
 import time
@@ -21,7 +20,7 @@ from jobs.serving.schema import Body, ChatRequest
 
 
 class Answered(NamedTuple):
-    """A request that has left the engine, as it is logged and counted."""
+    """Record of a finished request, for log and metrics."""
 
     response_id: str
     endpoint: str
@@ -30,17 +29,17 @@ class Answered(NamedTuple):
     num_choices: int
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Those of them that were kept of other requests."""
+    """Prompt tokens found in the prefix cache."""
     num_tokens: int
     block_size: int | None
-    """The largest one used; None if no block was verified."""
+    """Largest block size; None if no block was verified."""
     acceptance_length: float | None
     first_token_s: float | None
     seconds: float
 
 
 class ChatFormat:
-    """Fields of /v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -49,7 +48,7 @@ class ChatFormat:
         return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
 
     def delta(self, text: str | None, first: bool, calls: Sequence[JsonObject] = ()) -> JsonObject:
-        """Of one chunk; text None is the last one."""
+        """Fields of one chunk; text None in the last one."""
         role = {"role": "assistant"} if first else {}
         called = {"tool_calls": list(calls)} if calls else {}
         return {"delta": role | ({} if text is None or (calls and not text) else {"content": text}) | called}
@@ -66,7 +65,7 @@ def _chat_token(token: ScoredToken) -> JsonObject:
 
 
 class CompletionFormat:
-    """Fields of /v1/completions."""
+    """Format of /v1/completions."""
 
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
@@ -77,7 +76,7 @@ class CompletionFormat:
         return {"text": text or ""}
 
     def logprobs(self, tokens: Sequence[TokenText]) -> JsonObject:
-        """Of a prompt's first token, which has none, null."""
+        """Log probabilities of tokens; null for a prompt's first token, which has none."""
         return {
             "tokens": [token.scored.text for token in tokens],
             "token_logprobs": [token.scored.logprob for token in tokens],
@@ -87,10 +86,10 @@ class CompletionFormat:
 
 
 class Reply:
-    """The response to one body: fed the steps of its requests, it gives the objects to send. It waits for nothing.
+    """Response to one body: takes the steps of its requests, and yields the objects to send, without waiting.
 
-    `name` is the model's; `interval` gives the least seconds between two chunks of a choice; `readers` find the calls
-    of each choice, where there may be some.
+    name: of the model. interval: returns the minimum seconds between two chunks of a choice. readers: of the tool
+    calls of each choice, None without tools.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Reply:
     ) -> None:
         self.body, self.request = body, requests[0]
         self._tokenizer = pair.tokenizer
-        self.choices = [ChoiceText(each, pair, i, interval, self._shown(i)) for i, each in enumerate(requests)]
+        self.choices = [ChoiceText(r, pair, i, interval, self._shown(i)) for i, r in enumerate(requests)]
         self._prompts = [request.prompt_ids for request in requests[:: body.n]]
         self._readers = readers
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
@@ -118,7 +117,7 @@ class Reply:
         }
 
     def _shown(self, index: int) -> Shown:
-        """What a choice shows; those of one prompt follow each other."""
+        """Contents of a choice; the choices of a prompt are consecutive."""
         steps = self.body.stream_options.include_steps
         if isinstance(self.body, ChatRequest):
             return Shown(steps=steps)
@@ -131,7 +130,7 @@ class Reply:
         return text.push(tokens) + text.finish()
 
     def take(self, number: int, step: Step) -> Iterator[JsonObject]:
-        """Take in a step of the request with this number; with `stream` in the body, its chunks."""
+        """Add a step of the request with this number; yields its chunks if the body asks for a stream."""
         choice = self.choices[number]
         for piece in choice.take(step):
             yield from self._chunks(choice, piece)
@@ -140,18 +139,18 @@ class Reply:
             yield from self._chunks(choice, None)
 
     def _chunks(self, choice: ChoiceText, piece: Piece | None) -> Iterator[JsonObject]:
-        """The chunk of a piece, or of a choice's end, if it is sent."""
+        """The chunk of a piece or of the end of a choice (None), if there is anything to send."""
         options = self.body.stream_options
-        if self.body.stream and (shown := self._chunk(choice, piece)):
+        if self.body.stream and (choice_chunk := self._chunk(choice, piece)):
             so_far = self.usage() if options.continuous_usage_stats else None
             usage = {"usage": so_far} if so_far or options.include_usage else {}
-            yield self._head | usage | {"choices": [shown]}
+            yield self._head | usage | {"choices": [choice_chunk]}
 
     def last(self) -> JsonObject | None:
-        """What follows the chunks: the whole object, or the usage of a stream that asks for it."""
+        """The last object: the complete response, or the usage of a stream if requested."""
         if self.body.stream:
-            asked = self.body.stream_options.include_usage
-            return self._head | {"choices": [], "usage": self.usage()} | self._metrics() if asked else None
+            wants_usage = self.body.stream_options.include_usage
+            return self._head | {"choices": [], "usage": self.usage()} | self._metrics() if wants_usage else None
         choices = [self._whole(choice) for choice in self.choices]
         prompt = {}
         if self.body.prompt_logprobs is not None and isinstance(self.body, ChatRequest):
@@ -164,7 +163,7 @@ class Reply:
             deltas = reader.push(text, is_last=True)
             content_text, calls = "".join(delta.content for delta in deltas), whole_calls(deltas)
             if choice.finish_reason == "stop" and calls and not reader.is_whole:
-                # A stop string cut the last call: as text no client can take it for a whole one.
+                # A stop string cut the last call: return it as text, so that no client runs it.
                 content_text, calls = content_text + text[reader.last_begins :], calls[:-1]
             text = content_text
         content = self._format.whole(text, calls)
@@ -173,29 +172,29 @@ class Reply:
         return self._choice(choice, content, self._logprobs(choice.tokens), choice.finish_reason)
 
     def _prompt_logprobs(self, choice: ChoiceText, num_likeliest: int) -> list[JsonObject | None]:
-        """Of the tokens of its prompt, as vLLM has them: by token id, with ranks where they are known."""
-        prompt_ids, found = self._prompts[choice.index // self.body.n], list[JsonObject | None]()
+        """Log probabilities of the prompt in vLLM's format: by token id, with ranks if known."""
+        prompt_ids, entries = self._prompts[choice.index // self.body.n], list[JsonObject | None]()
         for token, logprobs in zip(prompt_ids, choice.prompt_logprobs, strict=True):
             if logprobs is None:
-                found.append(None)
+                entries.append(None)
                 continue
             likeliest = logprobs.likeliest[:num_likeliest]
-            ranks = {each: rank for rank, (each, _) in enumerate(logprobs.likeliest, 1)}
+            ranks = {likely: rank for rank, (likely, _) in enumerate(logprobs.likeliest, 1)}
             values = {token: logprobs.logprob} | dict(likeliest)
-            found.append(
+            entries.append(
                 {
-                    str(each): {
+                    str(token_id): {
                         "logprob": value,
-                        "rank": ranks.get(each),
-                        "decoded_token": self._tokenizer.decode([each]),
+                        "rank": ranks.get(token_id),
+                        "decoded_token": self._tokenizer.decode([token_id]),
                     }
-                    for each, value in values.items()
+                    for token_id, value in values.items()
                 }
             )
-        return found
+        return entries
 
     def _chunk(self, choice: ChoiceText, piece: Piece | None) -> JsonObject | None:
-        """The choice of one chunk; None for a piece with nothing to send."""
+        """The choice of one chunk; None if there is nothing to send."""
         first, text, calls = not choice.texts, None if piece is None else piece.text, list[JsonObject]()
         if (reader := self._readers[choice.index]) is not None:
             deltas = reader.push(text or "", is_last=piece is None)
@@ -206,14 +205,14 @@ class Reply:
             return self._choice(choice, content, None, choice.finish_reason)
         if not (first or text or calls or piece.tokens or piece.step):
             return None
-        shown = self._choice(choice, content, self._logprobs(piece.tokens), None)
+        chunk = self._choice(choice, content, self._logprobs(piece.tokens), None)
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
             texts = list(piece.step_texts)
             drafted = {"drafted": list(piece.drafted_texts), "parents": list(step.tree.parents), "path": step.path}
             drafted["sources"] = [SOURCE_NAMES[source] for source in step.tree.sources]
             counts = {"block_size": step.block_size, "num_accepted": step.num_accepted}
-            shown["step"] = counts | {"texts": texts} | drafted
-        return shown
+            chunk["step"] = counts | {"texts": texts} | drafted
+        return chunk
 
     def _choice(
         self, choice: ChoiceText, content: JsonObject, logprobs: JsonObject | None, finish_reason: str | None
@@ -227,10 +226,10 @@ class Reply:
         return None if self.body.num_logprobs is None else self._format.logprobs(tokens)
 
     def usage(self) -> JsonObject:
-        """Counts over all choices. What tells of blocks is null where none was verified."""
+        """Counts over all choices; block size and acceptance are null if no block was verified."""
         num_prompt_tokens = sum(map(len, self._prompts))
-        of_prompts = [self.choices[i : i + self.body.n] for i in range(0, len(self.choices), self.body.n)]
-        num_cached = sum(min(choice.num_reused for choice in choices) for choices in of_prompts)
+        choices_by_prompt = [self.choices[i : i + self.body.n] for i in range(0, len(self.choices), self.body.n)]
+        num_cached = sum(min(choice.num_reused for choice in choices) for choices in choices_by_prompt)
         num_tokens = sum(choice.num_tokens for choice in self.choices)
         num_steps = sum(choice.num_steps for choice in self.choices)
         num_emitted = sum(choice.num_emitted for choice in self.choices)
@@ -248,25 +247,25 @@ class Reply:
         }
 
     def _num_accepted(self, source: int) -> int:
-        """Accepted tokens that this source proposed, alone or with the other one."""
-        return sum(num for choice in self.choices for of, num in choice.sources.items() if of & source)
+        """Accepted tokens that this source proposed, alone or together with another."""
+        return sum(num for choice in self.choices for sources, num in choice.sources.items() if sources & source)
 
     def _metrics(self) -> JsonObject:
-        """Acceptance under vLLM's names, of the one choice of a response, if it has drafted."""
+        """Acceptance metrics under vLLM's names, for a response with one choice that has drafted."""
         choice = self.choices[0]
         if len(self.choices) > 1 or not choice.num_drafted:
             return {}
         num_accepted = sum(length * num for length, num in choice.accepted.items())
-        found = {
+        metrics = {
             "mean_acceptance_length": 1 + num_accepted / choice.num_steps,
             "draft_acceptance_rate": num_accepted / choice.num_drafted,
             "acceptance_histogram": [choice.accepted[i] for i in range(max(choice.accepted) + 1)],
             "num_draft_tokens": choice.num_drafted,
         }
-        return {"metrics": {"speculative_decoding": found}}
+        return {"metrics": {"speculative_decoding": metrics}}
 
     def answered(self, outcome: str, started: float) -> Answered:
-        """The record of this request; `started` is when it came (time.monotonic)."""
+        """Record of this request; `started` is its arrival (time.monotonic)."""
         usage, now = self.usage(), time.monotonic()
         first = min((choice.first_token_at for choice in self.choices if choice.first_token_at), default=None)
         return Answered(

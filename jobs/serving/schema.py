@@ -1,9 +1,9 @@
 """Request bodies of OpenAI's chat and completions endpoints.
 
-Fields of the API that this server does not support are refused by name, never ignored; null, and values that change
-nothing (neutral.py), are accepted. Sampling beyond OpenAI's is named as by vLLM. Extensions: `block_size` (or
-llama.cpp's `speculative.n_max`), `layout`, `lookup`, `timeout_s`, `cache_salt` and `structured_outputs` in a request,
-`stream_options.include_steps` in a stream's.
+Unsupported fields are refused by name, never ignored; null, and values that change nothing (fields.py), are accepted.
+Sampling options beyond OpenAI's have vLLM's names. Extensions: `block_size` (or llama.cpp's `speculative.n_max`),
+`layout`, `lookup`, `timeout_s`, `cache_salt` and `structured_outputs`, and `stream_options.include_steps` in a
+stream.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -35,21 +35,21 @@ from jobs.serving.messages import (
 )
 
 MAX_STOPS = 16  # OpenAI takes 4; evaluations send more
-MAX_STOP_LENGTH = 4096  # characters; a text that nearly matches is held back as long
+MAX_STOP_LENGTH = 4096  # characters; a partial match is held back up to this length
 MAX_STOP_TOKENS = 256
-MAX_MESSAGES = 4096  # of a conversation: bounds what a bad body makes us build
+MAX_MESSAGES = 4096  # of a conversation: limits the work for a bad body
 MAX_CHOICES = 8
 MAX_SALT = 256  # characters
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
-# Arguments of `apply_chat_template` that are the server's.
+# Arguments of `apply_chat_template` that only the server sets.
 TEMPLATE_FIELDS = {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs"}
 TEMPLATE_FIELDS |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
 TEMPLATE_FIELDS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 
 
 Prompt = str | list[int]
-"""Of a completion: text, or token ids."""
+"""Prompt of a completion: text, or token ids."""
 
 
 def _block_size(value: Any) -> Any:
@@ -73,19 +73,19 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 class StreamOptions(JsonBody):
-    """Extra contents of a stream."""
+    """Additional contents of a stream."""
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
-    """Every chunk has the usage so far, as vLLM names it."""
+    """Every chunk has the usage so far; vLLM's name."""
     include_obfuscation: Literal[False] = False
     include_steps: Flag = False
-    """Every chunk has its step: block size, proposed tokens (`drafted`), their parents (0 is the token before, i the
-    i-th) and sources (metrics.py), the path that was accepted, and the text of every token."""
+    """Every chunk has its step: block size, proposed tokens (`drafted`), their parents (0 is the anchor, i the i-th
+    proposed token) and sources (SOURCE_NAMES), the accepted path, and the text of every token."""
 
 
 class GenerateRequest(JsonBody):
-    """Fields that both endpoints share."""
+    """Fields of both endpoints."""
 
     path: ClassVar[str]
     prompt_field: ClassVar[str]
@@ -93,16 +93,16 @@ class GenerateRequest(JsonBody):
     model: str
     n: Whole = Field(1, ge=1, le=MAX_CHOICES)
     best_of: Whole | None = None
-    """1 or n: every choice is answered."""
+    """Must be 1 or n: all choices are returned."""
     max_tokens: Whole | None = Field(None, ge=1)
     max_completion_tokens: Whole | None = Field(None, ge=1)
-    """The same under a later name, which wins."""
+    """Newer name of max_tokens; takes precedence."""
     min_tokens: Whole = Field(0, ge=0)
-    """Before so many, nothing ends the answer."""
+    """Minimum tokens of the answer before a stop token or stop string may end it."""
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: Whole = Field(0, ge=-1)
-    """0 and -1 are all tokens."""
+    """0 and -1 keep all tokens."""
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
@@ -118,25 +118,25 @@ class GenerateRequest(JsonBody):
     stop_token_ids: Annotated[list[Whole], FailFast(), Field(max_length=MAX_STOP_TOKENS)] = Field(
         default_factory=list
     )
-    """Beside the model's own."""
+    """Stop tokens in addition to the model's."""
     ignore_eos: Flag = False
-    """The model's own stop tokens end nothing."""
+    """Ignore the model's stop tokens."""
     block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
     n_max: Whole | None = Field(None, ge=0, lt=MAX_BLOCK_SIZE, alias="speculative.n_max")
-    """Drafted tokens of a step, as llama.cpp counts them: block_size without the anchor."""
+    """llama.cpp's maximum of drafted tokens per step: block_size without the anchor."""
     layout: Layout = "auto"
     lookup: Flag | None = None
-    """What followed where the text's end stood before is verified, too; null: where every step chooses."""
+    """Prompt lookup: also verify continuations found in the text; null lets the controller decide at each step."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
     prompt_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Log probabilities of the prompt's tokens with so many of the likeliest, as vLLM has them."""
+    """Log probabilities of the prompt's tokens, with this many of the most likely ones, as in vLLM."""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     cache_salt: str = Field("", max_length=MAX_SALT)
-    """Only requests with the same one share kept prefixes; as vLLM names it."""
-    # What a client may say of a request, and no answer depends on.
+    """Only requests with the same salt share cached prefixes; vLLM's name."""
+    # Accepted without any effect on the answer.
     metadata: Metadata | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -161,7 +161,7 @@ class GenerateRequest(JsonBody):
         if self.best_of not in (None, 1, self.n):
             raise ValueError(f"best_of: {self.best_of} is not supported; allowed: 1 or n, {self.n}")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: a stream has none")
+            raise ValueError("prompt_logprobs: not supported in streams")
         return self
 
     @model_validator(mode="after")
@@ -171,16 +171,16 @@ class GenerateRequest(JsonBody):
 
     @property
     def num_tokens_asked(self) -> int | None:
-        """Tokens of an answer at most; None for as many as there is room for."""
+        """Maximum tokens of an answer; None for no limit but the context."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def num_choices(self) -> int:
-        """Choices of the response."""
+        """Number of choices of the response."""
         return self.n
 
     def sampling(self, seed: int) -> Sampling:
-        """How tokens are drawn."""
+        """Sampling parameters with this seed."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -195,22 +195,22 @@ class GenerateRequest(JsonBody):
 
     @property
     def num_echo_logprobs(self) -> int | None:
-        """Number of likeliest tokens reported with every token of a prompt that is shown; None for nothing."""
+        """Number of most likely tokens reported with every token of an echoed prompt; None without logprobs."""
         return None
 
     @property
     def size(self) -> int | None:
-        """Tokens that a step verifies; None lets the policy choose."""
+        """Block size; None lets the policy choose."""
         return self.block_size if self.n_max is None else self.n_max + 1
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the text must match."""
+        """Grammar that the text must match."""
         return structured(self.response_format, self.structured_outputs)
 
     @property
     def grammar_field(self) -> str:
-        """The field that says so."""
+        """Name of the field that sets the grammar."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
 
@@ -227,30 +227,30 @@ class ChatRequest(GenerateRequest):
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody = "auto"
     parallel_tool_calls: Flag = True
     add_special_tokens: Literal[False] = False
-    """The chat template writes them."""
+    """Must be false: the chat template writes special tokens."""
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
-    """The answer goes on with the last message."""
+    """The answer continues the last message."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template reads beside messages and tools."""
+    """Additional variables of the chat template."""
     reasoning_effort: str = "none"
-    """Also for the chat template, where it reads that."""
+    """Variable of the chat template, if it reads it; none for no reasoning."""
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
-        if taken := sorted(TEMPLATE_FIELDS & self.chat_template_kwargs.keys()):
-            raise ValueError(f"chat_template_kwargs: {taken[0]} is the server's to say")
+        if reserved := sorted(TEMPLATE_FIELDS & self.chat_template_kwargs.keys()):
+            raise ValueError(f"chat_template_kwargs: {reserved[0]} is set by the server")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: needs add_generation_prompt: false")
         return self
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        names = [each.function.name for each in self.tools]
+        names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: each must have a name of its own")
         if isinstance(self.tool_choice, ToolChoiceBody) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is none of the tools")
+            raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is not one of the tools")
         if self.must_call and not self.tools:
             raise ValueError("tool_choice: there are no tools")
         if self.callable_tools and self.grammar is not None and self.grammar.kind != "json":
@@ -259,7 +259,7 @@ class ChatRequest(GenerateRequest):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools."""
+        """Variables of the chat template besides messages and tools."""
         effort = {} if self.reasoning_effort == "none" else {"reasoning_effort": self.reasoning_effort}
         ends = {
             "add_generation_prompt": self.add_generation_prompt,
@@ -269,31 +269,31 @@ class ChatRequest(GenerateRequest):
 
     @property
     def must_call(self) -> bool:
-        """True if the answer is to be a call."""
+        """True if the answer must be a tool call."""
         return self.tool_choice not in ("none", "auto")
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those that the answer may call."""
+        """Tools that the answer may call."""
         if isinstance(self.tool_choice, ToolChoiceBody):
-            return [each.tool for each in self.tools if each.function.name == self.tool_choice.function.name]
-        return [] if self.tool_choice == "none" else [each.tool for each in self.tools]
+            return [tool.tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else [tool.tool for tool in self.tools]
 
     @field_validator("top_logprobs")
     @classmethod
-    def _check_top_logprobs(cls, value: int | None, found: ValidationInfo) -> int | None:
-        if value and not found.data.get("logprobs"):
+    def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
             raise ValueError("needs logprobs: true")
         return value
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as text, for a log."""
+        """The prompt as text, for logs."""
         return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens reported with every token; None for no log probabilities at all."""
+        """Number of most likely tokens reported with every token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -304,13 +304,13 @@ class CompletionRequest(GenerateRequest):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
-    """Prompts, also where the client sends one."""
+    """List of prompts; the client may send a single one."""
     max_tokens: Whole | None = Field(None, ge=0)
     logprobs: Whole | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: Flag = False
-    """The text begins with the prompt, and log probabilities with those of the prompt."""
+    """Text and log probabilities begin with those of the prompt."""
     add_special_tokens: Flag = True
-    """Those that the tokenizer puts around a text."""
+    """Add the tokenizer's special tokens to text prompts."""
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
@@ -320,8 +320,8 @@ class CompletionRequest(GenerateRequest):
 
     @property
     def num_tokens_asked(self) -> int:
-        asked = super().num_tokens_asked
-        return DEFAULT_COMPLETION_TOKENS if asked is None else asked
+        num_tokens = super().num_tokens_asked
+        return DEFAULT_COMPLETION_TOKENS if num_tokens is None else num_tokens
 
     @property
     def num_choices(self) -> int:
@@ -342,12 +342,12 @@ class CompletionRequest(GenerateRequest):
 
 Body = ChatRequest | CompletionRequest
 Objects = AsyncGenerator[dict[str, Any] | ApiError, None]
-"""The objects of a response: one, or the chunks of a stream. An ApiError, the last one, is why there are no more."""
+"""Objects of a response: one, or the chunks of a stream. After an error the last object is an ApiError."""
 BodyT = TypeVar("BodyT", bound=GenerateRequest)
 
 
 def parse(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Read a request body; raises ApiError 400 that names the first field that is wrong."""
+    """Parse a request body; raises ApiError 400 that names the first invalid field."""
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -357,14 +357,14 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
 
 
 def _shown(part: str | int) -> str:
-    """A part of a field's path, in one line: a client may call a field anything."""
+    """A part of a field's path in one line, since a client may send any name."""
     return part if isinstance(part, str) and part.isprintable() else repr(part)
 
 
 def _named(kind: type[GenerateRequest], error: Mapping[str, Any]) -> str | None:
-    """The field that the message of an error about several fields begins with."""
+    """The field at the beginning of an error message about several fields."""
     name = _message(error).partition(":")[0]
-    return name if name in {field.alias or own for own, field in kind.model_fields.items()} else None
+    return name if name in {field.alias or field_name for field_name, field in kind.model_fields.items()} else None
 
 
 def _message(error: Mapping[str, Any]) -> str:

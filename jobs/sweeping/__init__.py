@@ -1,1 +1,1 @@
-"""Parts of jobs/sweep.py."""
+"""Parts of jobs/sweep.py: output folder, scheduling, report, and sweeps by vLLM."""

@@ -1,12 +1,12 @@
-"""The output directory of a sweep, on the local disk or by URI on any file system that pyarrow knows.
+"""Output directory of a sweep, on the local disk or by URI on any file system that pyarrow supports.
 
     config.json      settings that the rows depend on, written first
-    prompts/         the prompts of every shard, so that nobody holds all of them in memory
-    rows/            a Parquet part a shard: what is there is finished
-    rejects.jsonl    prompts that gave no row, and why
-    price.json       what a step costs on the worker that measured it
+    prompts/         the prompts of every shard, so that no process holds all of them in memory
+    rows/            one Parquet part per shard; every row in it is finished
+    rejects.jsonl    prompts without a row, and the reasons
+    price.json       step cost on the worker that measured it
 
-A part is named by the prompts of its shard, so the same command finds what it has, and another command is refused.
+The name of a part contains a hash of its prompts, so the same command finds its parts, and another one is refused.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ ROWS_FOLDER = "rows"
 
 
 class SweepShard(NamedTuple):
-    """Prompts whose rows share a part file: for each of them the ids of its rows, one a turn."""
+    """Prompts whose rows share a part file: for each prompt the ids of its rows, one per turn."""
 
     number: int
     prompts: tuple[tuple[str, ...], ...]
 
     @property
     def ids(self) -> list[str]:
-        """Of all rows, in order."""
-        return [key for of_prompt in self.prompts for key in of_prompt]
+        """Ids of all rows, in order."""
+        return [row_id for row_ids in self.prompts for row_id in row_ids]
 
     @property
     def part(self) -> str:
@@ -43,41 +43,41 @@ class SweepShard(NamedTuple):
 
 
 def digest(ids: Iterable[str]) -> str:
-    """A hash of prompt ids, in order."""
+    """Hash of prompt ids, in order."""
     return hashlib.sha256("".join(ids).encode()).hexdigest()
 
 
 class SweepFolder:
-    """Output of a sweep so far. One process writes at a time, the holder of the directory's lease."""
+    """Output of a sweep. One process writes at a time, the holder of the directory's lease."""
 
     def __init__(self, place: Place, identity: dict[str, Any]) -> None:
         self.place, self.rows, self.identity = str(place), join(str(place), ROWS_FOLDER), identity
-        self.metadata: Metadata | None = None  # of the rows there, once some were read or written
+        self.metadata: Metadata | None = None  # of the rows, after the first read or write
 
     def open(self, shards: Sequence[SweepShard], prompts: Sequence[Prompt]) -> None:
-        """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left.
+        """Prepare the directory for these shards, with `prompts` in their order; removes unfinished files of a kill.
 
         Raises ValueError as `check` does.
         """
         self.check(shards)
         remove_unfinished(self.place)
         write_text(join(self.place, CONFIG_FILE), json.dumps(self.identity, indent=2) + "\n")
-        left = iter(prompts)
+        remaining = iter(prompts)
         for shard in shards:
-            save_prompts(self._prompts_file(shard), list(islice(left, len(shard.prompts))))
+            save_prompts(self._prompts_file(shard), list(islice(remaining, len(shard.prompts))))
 
     def left(self, shard: SweepShard) -> tuple[int, ...]:
-        """Places of a shard's prompts that lack a row."""
+        """Indices of a shard's prompts that lack a row."""
         done = {row.prompt_id for row in self.read(shard)}
-        return tuple(i for i, of_prompt in enumerate(shard.prompts) if not done.issuperset(of_prompt))
+        return tuple(i for i, row_ids in enumerate(shard.prompts) if not done.issuperset(row_ids))
 
-    def prompts(self, shard: SweepShard, places: Sequence[int]) -> list[Prompt]:
-        """Some of a shard's prompts."""
+    def prompts(self, shard: SweepShard, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts of a shard at these indices."""
         lines = read_bytes(self._prompts_file(shard)).decode().split("\n")
-        return [Prompt.from_json(lines[i]) for i in places]
+        return [Prompt.from_json(lines[i]) for i in indices]
 
     def read(self, shard: SweepShard) -> list[SweepRow]:
-        """Rows of a shard's part; none if it is missing or damaged, for then it is decoded again.
+        """Rows of a shard's part; empty if it is missing or damaged, so that it is decoded again.
 
         Raises ValueError for a part of another pair or precision than the others.
         """
@@ -93,13 +93,13 @@ class SweepFolder:
         return [row for row in sweep.rows if row.prompt_id in shard.ids]
 
     def take(self, metadata: Metadata) -> None:
-        """Let rows of this pair and precision in; raises ValueError where those there are of another one."""
+        """Accept rows of this pair and precision; raises ValueError if the existing rows are of another one."""
         self.metadata = self.metadata or metadata
-        if found := mismatch(self.metadata, metadata):
-            raise ValueError(f"output {self.place}: its rows are of another pair or precision ({found})")
+        if reason := mismatch(self.metadata, metadata):
+            raise ValueError(f"output {self.place}: has rows of another pair or precision ({reason})")
 
     def write(self, shard: SweepShard, rows: Sequence[SweepRow], metadata: Metadata) -> None:
-        """Write the part of a shard anew: the rows it had and the new ones, in the order of the prompts."""
+        """Rewrite the part of a shard: its existing rows and the new ones, in the order of the prompts."""
         if not rows:
             return
         by_id = {row.prompt_id: row for row in (*self.read(shard), *rows)}
@@ -108,7 +108,7 @@ class SweepFolder:
         write_rows(join(self.rows, shard.part), ordered, metadata)
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
-        """Replace the rejects; no file when there are none."""
+        """Replace the file of rejects; removes it if there are none."""
         if rejects:
             lines = (json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
             write_text(join(self.place, REJECTS_FILE), "".join(lines))
@@ -120,8 +120,8 @@ class SweepFolder:
 
     def check(self, shards: Sequence[SweepShard]) -> None:
         """Raise ValueError, naming the difference, for a directory that holds rows of another sweep."""
-        found = set(file_names(self.rows, ".parquet"))
-        if not found:
+        parts = set(file_names(self.rows, ".parquet"))
+        if not parts:
             return
         try:
             stored = json.loads(read_bytes(join(self.place, CONFIG_FILE)))
@@ -131,5 +131,5 @@ class SweepFolder:
             ) from None
         if changed := difference(stored, self.identity):
             raise ValueError(f"output {self.place}: holds another sweep (there and here: {changed})")
-        if foreign := found - {shard.part for shard in shards}:
-            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
+        if foreign := parts - {shard.part for shard in shards}:
+            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} does not belong to this sweep")

@@ -1,4 +1,4 @@
-"""Scheduling of a sweep's shards over Ray actors: what fails is tried again, then halved to find the prompt."""
+"""Scheduler of a sweep's shards over Ray actors: a failing shard is retried, then halved to isolate the prompt."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,39 +11,39 @@ from blockpilot.sweep.rows import Metadata, Outcome, Reject, mismatch
 from jobs.common.cluster import cause_of
 from jobs.sweeping.folder import SweepFolder, SweepShard
 
-PATIENCE_S = 30  # without a loaded pair, before saying what the job waits for
+PATIENCE_S = 30  # without a loaded pair, before a message about waiting
 
 
 class SweepTask(NamedTuple):
-    """Prompts of one shard to sweep together, by place."""
+    """Prompts of one shard to sweep together, by index."""
 
     shard: SweepShard
     places: tuple[int, ...]
 
 
 class Scheduler:
-    """Actors that take tasks one at a time. A worker that dies is replaced and its task is tried again.
+    """Ray actors that run one task at a time. A worker that dies is replaced, and its task is tried again.
 
-    All actors are asked for at once: those that the cluster cannot place yet wait, which is what its autoscaler acts
-    on, and an actor that finds nothing left to do ends.
+    All actors are requested at once. Those that the cluster cannot place yet stay pending, which triggers its
+    autoscaler. An actor without a task ends.
     """
 
     def __init__(
         self, folder: SweepFolder, start: Callable[[], tuple[Any, Any]], num_actors: int, max_attempts: int
     ) -> None:
-        """start: a new worker, and the reference of what its loading will return."""
+        """start: returns a new worker, and the reference of its metadata."""
         self._folder, self._start_worker = folder, start
         self._num_actors, self._max_attempts = num_actors, max_attempts
         self.metadata: Metadata | None = None  # of the pair, once a worker has loaded it
         self._waiting: deque[SweepTask] = deque()
         self._running: dict[Any, tuple[Any, SweepTask | None]] = {}  # reference -> (worker, its task; None: loading)
-        self._attempts: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by shard and places
+        self._attempts: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by shard and indices
         self._num_failed_loads = 0
         self.last: Any = None
-        """The worker that had the last task, with its pair; whoever asked for the work ends it."""
+        """The worker of the last task, with its pair loaded; the caller of `work` must end it."""
 
     def work(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Outcome]]:
-        """Yield every task as it ends. Raises what a worker raises when it cannot load the pair."""
+        """Yield every finished task with its outcome. Raises the error of a worker that cannot load the pair."""
         self._waiting.extend(tasks)
         try:
             for _ in range(min(self._num_actors, len(tasks))):
@@ -51,7 +51,7 @@ class Scheduler:
             while self._waiting or any(task for _, task in self._running.values()):
                 ready, _ = ray.wait(list(self._running), timeout=PATIENCE_S)
                 if not ready and self.metadata is None:
-                    print("sweep: no worker is ready yet: waiting for the resources of one, or for the pair to load")
+                    print("sweep: no worker is ready yet: waiting for resources, or for the pair to load")
                 for reference in ready:
                     yield from self._collect(reference)
         finally:
@@ -78,15 +78,15 @@ class Scheduler:
         else:
             if task is not None:
                 yield task, result
-            elif self.metadata and (found := mismatch(self.metadata, result)):
-                raise ValueError(f"workers loaded different pairs ({found}): give both a fixed revision and dtype")
+            elif self.metadata and (mismatched := mismatch(self.metadata, result)):
+                raise ValueError(f"workers loaded different pairs ({mismatched}): set a fixed revision and dtype")
             else:
-                self._folder.take(result)  # before anything is decoded that could not be written
+                self._folder.take(result)  # raises before anything is decoded that could not be written
                 self.metadata, self._num_failed_loads = result, 0
         self._assign(worker)
 
     def _assign(self, worker: Any) -> None:
-        """Give a worker the next task, or let it go but for the last one."""
+        """Give a worker the next task; without one end the worker, unless it is the last."""
         if not self._waiting:
             if self._running:
                 ray.kill(worker)
@@ -108,18 +108,18 @@ class Scheduler:
             self._start()
 
     def _failed(self, task: SweepTask, reason: str) -> Iterator[tuple[SweepTask, Outcome]]:
-        """Try a task again after the others; then its halves; then give a single prompt up."""
-        number, places = task.shard.number, task.places
-        self._attempts[number, places] += 1
-        if self._attempts[number, places] < self._max_attempts:
+        """Retry a task after the others, then its halves; finally reject a single prompt."""
+        number, indices = task.shard.number, task.places
+        self._attempts[number, indices] += 1
+        if self._attempts[number, indices] < self._max_attempts:
             print(f"sweep: trying {task.shard.part} again, {reason}")
             self._waiting.append(task)
-        elif len(places) > 1:
+        elif len(indices) > 1:
             print(f"sweep: looking for what fails in {task.shard.part}, {reason}")
-            for half in (places[: len(places) // 2], places[len(places) // 2 :]):
+            for half in (indices[: len(indices) // 2], indices[len(indices) // 2 :]):
                 self._attempts[number, half] = self._max_attempts - 1
                 self._waiting.append(SweepTask(task.shard, half))
         else:
-            (prompt,) = self._folder.prompts(task.shard, places)
-            ids = task.shard.prompts[places[0]]
+            (prompt,) = self._folder.prompts(task.shard, indices)
+            ids = task.shard.prompts[indices[0]]
             yield task, Outcome([], [Reject(key, prompt.set, prompt.text, reason) for key in ids])

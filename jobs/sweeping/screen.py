@@ -1,4 +1,4 @@
-"""What the user sees of a finished sweep: tables, and pictures beside its rows."""
+"""Report of a finished sweep: printed tables, and pictures."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -17,7 +17,7 @@ DISTANCES = {0: "the trained one", 1: "within 1 of it", 2: "within 2"}
 def show(
     summary: Summary, by_set: Mapping[str, Summary], metadata: Metadata, method: str, price: StepPrice | None
 ) -> None:
-    """Print tau by block size, over all prompts and by prompt set, and what follows from it."""
+    """Print tau by block size, over all prompts and by prompt set, and conclusions."""
     title = f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}, {method}"
     loads = loads_up_to(price.rows) if price else []
     table = Table(
@@ -34,13 +34,13 @@ def show(
         Console().print(_tau_by_set(summary, by_set))
     if price:
         print(
-            f"times AR: tau over the price of a step at {price.context} tokens ({price.device}; "
-            f"mean error on steps that the fit has not seen {price.error:.1%})"
+            f"times AR: tau over the step cost at {price.context} tokens ({price.device}; "
+            f"mean error on held-out steps {price.error:.1%})"
         )
     near = ", ".join(f"{summary.share_within(d, metadata.block_size):.0%} {words}" for d, words in DISTANCES.items())
     print(f"best block size: {near}")
     if summary.ceiling is not None:
-        print(f"tau of a choice that knows the best candidate at every step: {summary.ceiling:.3f}")
+        print(f"tau with the best candidate at every step (bound): {summary.ceiling:.3f}")
     if summary.num_disagreements:
         print(f"{summary.num_disagreements} prompts: texts differ between block sizes ({metadata.dtype} rounding)")
 
@@ -56,22 +56,22 @@ def _tau_by_set(summary: Summary, by_set: Mapping[str, Summary]) -> Table:
 def pictures(
     summary: Summary, by_set: Mapping[str, Summary], trained: int, price: StepPrice | None
 ) -> dict[str, bytes]:
-    """PNGs by file name: tau by block size, a line for each prompt set; of a dense sweep also trees beside chains."""
+    """PNGs by file name: tau by block size, one line per prompt set; for a dense sweep also trees and chains."""
     from jobs.common import figures  # a second to import
 
     curves = {name: by_set[name].tau_curve for name in sorted(by_set)}
-    drawn = {"tau_curves.png": figures.tau_curves(curves, trained)}
+    images = {"tau_curves.png": figures.tau_curves(curves, trained)}
     if summary.num_places:
         taus = {"chain": summary.chain_curve, "tree": summary.tree_curve}
-        drawn["trees.png"] = figures.tree_curves(taus, _tree_speeds(taus, price, trained - 1) if price else {})
-    return drawn
+        images["trees.png"] = figures.tree_curves(taus, _tree_speeds(taus, price, trained - 1) if price else {})
+    return images
 
 
 def _tree_speeds(
     taus: Mapping[str, Mapping[int, float]], price: StepPrice, deepest: int
 ) -> dict[str, dict[int, float]]:
-    """Speed-ups over plain decoding by layout and load: trees are out of `deepest` drafted slots, chains draft no
-    more slots than they verify.
+    """Speed-ups over plain decoding by layout and load: trees draft `deepest` slots, chains only the slots that they
+    verify.
     """
     speeds = dict[str, dict[int, float]]()
     for rows, (layout, curve) in product(loads_up_to(price.rows), taus.items()):

@@ -1,4 +1,6 @@
-"""vLLM by its public API: an engine with one number of drafted tokens, and what its answers say of their steps."""
+"""vLLM by its public API: an engine with a fixed number of drafted tokens, whose answers have accepted tokens by
+step.
+"""
 
 import gc
 import os
@@ -16,7 +18,7 @@ from blockpilot.pairs.table import split_revision
 from blockpilot.types import PairId, Sampling
 from jobs.common.config import PairConfig, pick_dtype
 
-KV_SPACE_GB = "2"  # on a CPU, where nothing else is said
+KV_SPACE_GB = "2"  # default on a CPU
 
 
 class VllmPair(NamedTuple):
@@ -28,12 +30,12 @@ class VllmPair(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     block_size: int
-    """That the draft was trained for."""
+    """Block size that the draft was trained for."""
     dtype: str
 
     @classmethod
     def of(cls, config: PairConfig) -> Self:
-        """Raises ValueError for models that cannot be had, and for a draft of another family."""
+        """Find the pair of a configuration. Raises ValueError for missing models, and for drafts but DFlash."""
         names = config.models
         target, draft = (find(name) for find, name in zip((find_target, find_draft), names, strict=True))
         network = load_any_draft(draft.directory)
@@ -62,35 +64,35 @@ class VllmRequest(NamedTuple):
     max_new_tokens: int
     sampling: Sampling = Sampling()
     num_logprobs: int | None = None
-    """Of every token; -1 for the whole vocabulary."""
+    """Log probabilities per token; -1 for the whole vocabulary."""
     stops: bool = True
-    """At the end of an answer, not only at the limit."""
+    """True: ends at a stop token; False: only at the limit."""
 
 
 class VllmAnswer(NamedTuple):
-    """An answer, and how many drafted tokens each of its steps accepted."""
+    """An answer, and the number of accepted tokens of each step."""
 
     tokens: list[int]
     finish_reason: str
     accepted: list[int]
-    """Empty for steps without drafts, which vLLM does not count."""
+    """Accepted tokens by step, without steps that drafted nothing, which vLLM does not count."""
     first_logprobs: dict[int, float]
-    """Log probabilities at the first token, by token id; empty where none were asked for."""
+    """Log probabilities at the first token, by token id; empty if not requested."""
 
 
 class VllmEngine:
     """`vllm.LLM` with DFlash chains of one block size, until `close`.
 
-    Raises what vLLM raises where it cannot start.
+    Raises the errors of vLLM if it cannot start.
     """
 
     def __init__(self, pair: VllmPair, block_size: int, **options: Any) -> None:
-        """block_size 1 decodes plainly; options: of `vllm.LLM`."""
+        """block_size 1 is plain decoding; options are those of `vllm.LLM`."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE_GB)
         cores = sorted(os.sched_getaffinity(0))
         has_all = int(os.environ.get("OMP_NUM_THREADS", len(cores))) >= len(cores)
-        # By itself vLLM leaves a core to its own front end, and binds a thread to each other one, also where Ray has
-        # given this process fewer.
+        # By default vLLM reserves a core for its front end and binds a thread to each other core, even if Ray has
+        # given this process fewer cores.
         bound = ",".join(map(str, cores)) if has_all else "nobind"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
         from vllm import LLM
@@ -103,25 +105,25 @@ class VllmEngine:
 
     @property
     def version(self) -> str:
-        """vLLM's."""
+        """Version of vLLM."""
         import vllm
 
         return str(vllm.__version__)
 
     def decode(self, requests: Sequence[VllmRequest]) -> list[VllmAnswer | str]:
-        """Decode together; in place of the answer of a request that vLLM refuses stands why."""
+        """Decode requests together; returns the answers, or the reason as a string if vLLM refuses a request."""
         refused: dict[int, str] = {}
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
             try:
                 self._llm.enqueue(prompt, _params(request), use_tqdm=False)
             except ValueError as error:
-                refused[place] = str(error)
+                refused[index] = str(error)
         outputs = iter(self._llm.wait_for_completion(use_tqdm=False))  # in the order of the requests
-        return [refused.get(place) or _answer(next(outputs).outputs[0]) for place in range(len(requests))]
+        return [refused.get(index) or _answer(next(outputs).outputs[0]) for index in range(len(requests))]
 
     def close(self) -> None:
-        """End vLLM's processes, so that another engine has their memory."""
+        """End vLLM's processes, and free their memory for another engine."""
         self._llm = None
         gc.collect()
 

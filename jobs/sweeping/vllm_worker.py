@@ -1,8 +1,8 @@
-"""Worker of a sweep by vLLM: an actor that decodes with an engine of vLLM for every candidate, one after the other.
+"""Worker of a sweep by vLLM: an actor that decodes every candidate with a vLLM engine, one after the other.
 
-It serves pairs that only vLLM can hold, by vLLM's public API. An engine has one number of drafted tokens, so each
-candidate starts its own; every other shard takes them in descending order and keeps the one that runs. vLLM cannot
-replay a text, and above temperature 0 its texts depend on the block size.
+It is for pairs that only vLLM can load, and uses vLLM's public API. An engine has a fixed number of drafted tokens,
+so each candidate starts a new one. Every other shard takes the candidates in descending order, which reuses the
+running engine. vLLM cannot replay a text, and above temperature 0 its texts depend on the block size.
 """
 
 import platform
@@ -22,27 +22,27 @@ from blockpilot.sweep.rows import Metadata, Outcome
 from blockpilot.types import Prefill, Sampling
 from jobs.common.config import Config, PairConfig
 
-# Chains verify every position that is drafted, so token_s holds both; vLLM's products have no tiles of TILE tokens.
+# Chains verify every drafted position, so token_s includes both costs; vLLM's products have no tiles of TILE tokens.
 NAMES = tuple(name for name in COEFFICIENTS if name not in ("slot_s", "tile_s"))
-TIMED_TOKENS = 33  # of every answer that is timed
-NUM_TIMES = 8  # that each load is timed; the quicker quarter counts
+TIMED_TOKENS = 33  # of every timed answer
+NUM_TIMES = 8  # timings of each load; the result is their lower quartile
 
 
 class VllmSweepOptions(Config):
     """Settings of vLLM's engines in a sweep."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of an engine of vLLM."""
+    """GPUs of each vLLM engine."""
     quantization: str | None = None
-    """Format of quantised weights, where vLLM does not see it by itself."""
+    """Format of quantised weights, if vLLM does not detect it."""
     enforce_eager: bool = False
-    """Start vLLM in seconds, without compiled graphs; steps are slower then."""
+    """Start vLLM without compiled graphs: faster start, slower steps."""
     max_length: int = Field(default=2048, ge=2)
-    """Tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
 
     @property
     def actor_options(self) -> dict[str, object]:
-        """Options of the Ray actor that owns the engines, in a cluster that runs."""
+        """Options of the Ray actor that owns the engines; Ray must be running."""
         has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
         return {"num_gpus": self.tensor_parallel_size} if has_gpus else {}
 
@@ -53,7 +53,7 @@ class VllmSweepOptions(Config):
 
 
 class VllmSweepWorker:
-    """An actor that sweeps shards with vLLM; the methods are SweepWorker's."""
+    """Ray actor that sweeps shards with vLLM; same methods as SweepWorker."""
 
     def __init__(self, pair: PairConfig, options: VllmSweepOptions, num_slots: int, settings: dict[str, Any]) -> None:
         """settings: max_new_tokens, temperature, top_p and seed of the answers."""
@@ -63,7 +63,7 @@ class VllmSweepWorker:
         self._metadata: Metadata | None = None
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
-        """Start an engine; returns what goes into every part file. ValueError for a pair that vLLM cannot run."""
+        """Start an engine; returns the metadata of part files. Raises ValueError for a pair that vLLM cannot run."""
         from blockpilot.sweep.candidates import candidates_around, check_candidates
         from jobs.sweeping.vllm_engine import VllmPair
 
@@ -86,22 +86,24 @@ class VllmSweepWorker:
         return self._metadata
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
-        """Rows and rejects of some prompts."""
+        """Rows and rejects of these prompts."""
         from blockpilot.sweep.sweep import turn_by_turn
 
         sampling = Sampling(self._settings["temperature"], self._settings["top_p"], seed=self._settings["seed"])
         return turn_by_turn(self._pair.tokenizer, prompts, sampling, self._decode)
 
     def measure_price(self, rows: int, context: int) -> StepPrice:
-        """Price of vLLM's own steps, of batches of 1, 2, 4 ... `rows` rows with each candidate."""
+        """Step cost of vLLM, fitted to batches of 1, 2, 4 ... `rows` rows with each candidate."""
         import torch
 
         from blockpilot.device import best_device, device_name
 
         assert self._metadata is not None
-        known = self._metadata
+        metadata = self._metadata
         context = min(context, self._options.max_length - TIMED_TOKENS)
-        prompt = torch.randint(0, known.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+        prompt = torch.randint(
+            0, metadata.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         rows = min(rows, self._num_slots)
         timed = dict[Load, float]()
         for size in self._sizes():
@@ -110,11 +112,11 @@ class VllmSweepWorker:
                 num_drafted = num * (size - 1)
                 timed[Load(num, num_drafted, num_drafted)] = self._step_s(prompt, num)
         name = device_name(torch.device(best_device()))
-        price = StepPrice(known.pair, known.dtype, name, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
+        price = StepPrice(metadata.pair, metadata.dtype, name, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
         return price_of_steps(timed, price)
 
     def _engine_of(self, block_size: int) -> Any:
-        """The engine that drafts for this block size; the one before ends."""
+        """The engine of this block size; starts it and ends the previous one if necessary."""
         from jobs.sweeping.vllm_engine import VllmEngine
 
         if self._engine is None or self._engine.block_size != block_size:
@@ -125,7 +127,7 @@ class VllmSweepWorker:
                 self._pair,
                 block_size,
                 max_num_seqs=self._num_slots,
-                # Logits of the whole vocabulary, once a prompt; and each candidate's draft sees the whole prompt.
+                # All logits, once per prompt; without a prefix cache each candidate's draft sees the whole prompt.
                 max_logprobs=-1,
                 enable_prefix_caching=False,
                 **self._options.engine_options,
@@ -133,13 +135,13 @@ class VllmSweepWorker:
         return self._engine
 
     def _sizes(self) -> list[int]:
-        """The candidates, that of the engine that runs first."""
+        """The candidates, beginning with that of the running engine."""
         assert self._metadata is not None
         sizes = self._metadata.candidates
         return sizes[::-1] if self._engine is not None and self._engine.block_size == sizes[-1] else sizes
 
     def _decode(self, turns: Sequence[Any]) -> list[Any]:
-        """Runs of every candidate on each turn, or why there are none."""
+        """Runs of every candidate on each turn, or the reason as a string if there are none."""
         from blockpilot.sweep.sweep import CandidateRun
 
         assert self._metadata is not None
@@ -150,37 +152,40 @@ class VllmSweepWorker:
             if not prefills:
                 firsts = self._ask(turns, results, 1, num_logprobs=-1)
                 prefills |= {
-                    place: _prefill(first, self._metadata.vocab_size, turns[place]) for place, first in firsts.items()
+                    index: _prefill(answer, self._metadata.vocab_size, turns[index])
+                    for index, answer in firsts.items()
                 }
-            for place, answer in self._ask(turns, results, self._settings["max_new_tokens"]).items():
+            for index, answer in self._ask(turns, results, self._settings["max_new_tokens"]).items():
                 emitted = emitted_by_step(len(answer.tokens) - 1, answer.accepted)
-                run = CandidateRun(size, answer.tokens, emitted, [], answer.finish_reason, prefills[place])
-                results[place].append(run)
+                run = CandidateRun(size, answer.tokens, emitted, [], answer.finish_reason, prefills[index])
+                results[index].append(run)
         return [runs if isinstance(runs, str) else sorted(runs, key=lambda run: run.block_size) for runs in results]
 
     def _ask(
         self, turns: Sequence[Any], results: list[Any], limit: int, num_logprobs: int | None = None
     ) -> dict[int, Any]:
-        """Answers by place; a turn that vLLM refuses has the reason as its result, and is asked no more."""
+        """Answers by index of the turn; for a turn that vLLM refuses, the reason is stored in `results`."""
         from jobs.sweeping.vllm_engine import VllmRequest
 
-        places = [place for place, result in enumerate(results) if not isinstance(result, str)]
-        asked = [VllmRequest(turns[place].prompt_ids, limit, turns[place].sampling, num_logprobs) for place in places]
-        answers = dict(zip(places, self._engine.decode(asked), strict=True))
-        for place, answer in answers.items():
+        indices = [index for index, result in enumerate(results) if not isinstance(result, str)]
+        requests = [
+            VllmRequest(turns[index].prompt_ids, limit, turns[index].sampling, num_logprobs) for index in indices
+        ]
+        answers = dict(zip(indices, self._engine.decode(requests), strict=True))
+        for index, answer in answers.items():
             if isinstance(answer, str):
-                results[place] = answer
-        return {place: answer for place, answer in answers.items() if not isinstance(answer, str)}
+                results[index] = answer
+        return {index: answer for index, answer in answers.items() if not isinstance(answer, str)}
 
     def _step_s(self, prompt: Sequence[int], rows: int) -> float:
-        """Seconds of a quick step with so many rows, all of the same prompt, so that they end in the same step."""
+        """Seconds of a step with `rows` rows, all of the same prompt, so that they end in the same step."""
         from jobs.sweeping.vllm_engine import VllmRequest
 
         def timed(num_tokens: int) -> tuple[float, int]:
             started = time.perf_counter()
-            found = self._engine.decode([VllmRequest(prompt, num_tokens, stops=False)] * rows)
+            answers = self._engine.decode([VllmRequest(prompt, num_tokens, stops=False)] * rows)
             seconds = time.perf_counter() - started
-            return seconds, max(len(emitted_by_step(len(answer.tokens) - 1, answer.accepted)) for answer in found)
+            return seconds, max(len(emitted_by_step(len(answer.tokens) - 1, answer.accepted)) for answer in answers)
 
         timed(TIMED_TOKENS)  # warm-up
         steps_s = []
@@ -192,24 +197,25 @@ class VllmSweepWorker:
 
 
 def emitted_by_step(num_tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Tokens that each verify step emitted, of an answer of so many beyond the prefill's; its end cuts the last ones
-    short. vLLM counts no steps without drafts: they emitted a token each.
+    """Tokens emitted by each verify step of an answer with `num_tokens` tokens after the prefill's.
+
+    The limit may cut the last steps short. vLLM omits steps without drafts, which emit one token each.
     """
-    emitted, left = [], num_tokens
+    emitted, remaining = [], num_tokens
     for num in accepted:
-        if left:
-            emitted.append(min(num + 1, left))
-            left -= emitted[-1]
-    return emitted + [1] * left
+        if remaining:
+            emitted.append(min(num + 1, remaining))
+            remaining -= emitted[-1]
+    return emitted + [1] * remaining
 
 
-def batch_sizes(most: int) -> list[int]:
+def batch_sizes(largest: int) -> list[int]:
     """1, 2, 4 ... and the largest."""
-    return sorted({*(2**i for i in range(most.bit_length())), most})
+    return sorted({*(2**i for i in range(largest.bit_length())), largest})
 
 
 def price_of_steps(timed: Mapping[Load, float], like: StepPrice) -> StepPrice:
-    """Price fitted to the seconds of a step by load. Every fifth load is left out of the fit and gives its error.
+    """Step cost fitted to the seconds per step by load; every fifth load is held out to measure the error.
 
     Raises ValueError for too few loads.
     """
@@ -222,9 +228,9 @@ def price_of_steps(timed: Mapping[Load, float], like: StepPrice) -> StepPrice:
     return replace(like.with_coefficients(coefficients), error=error)
 
 
-def _prefill(first: Any, vocab_size: int, turn: Any) -> Prefill:
+def _prefill(answer: Any, vocab_size: int, turn: Any) -> Prefill:
     import torch
 
     logits = torch.full((vocab_size,), -torch.inf)
-    logits[list(first.first_logprobs)] = torch.tensor(list(first.first_logprobs.values()))
+    logits[list(answer.first_logprobs)] = torch.tensor(list(answer.first_logprobs.values()))
     return Prefill(logits, None, len(turn.prompt_ids), turn.sampling.temperature)

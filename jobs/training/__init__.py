@@ -1,1 +1,1 @@
-"""Parts of jobs/train.py: its configuration, the sweeps it reads, and the record."""
+"""Parts of jobs/train.py and jobs/train_draft.py: configurations, data, and the record."""

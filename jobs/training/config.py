@@ -1,4 +1,4 @@
-"""The configuration of jobs/train.py. What only workflows set is not on the command line."""
+"""Configuration of jobs/train.py. Settings that only workflows use are not on the command line."""
 
 import dataclasses
 from pathlib import Path
@@ -13,14 +13,14 @@ from jobs.common.config import Config, Place
 
 
 def shown(settings: type[Any], *names: str) -> type[Any]:
-    """The dataclass, with these of its fields on the command line and no others."""
+    """The dataclass with only these fields on the command line."""
     hidden = [field for field in dataclasses.fields(settings) if field.name not in names]
     suppressed = [(field.name, Annotated[field.type, tyro.conf.Suppress], field.default) for field in hidden]
     return dataclasses.make_dataclass(settings.__name__, suppressed, bases=(settings,), frozen=True)
 
 
 def _checked(settings: FitSettings) -> FitSettings:
-    """Of the class itself, whatever the command line made. Raises ValueError for values that cannot be."""
+    """The settings as a plain FitSettings. Raises ValueError for invalid values."""
     return FitSettings(**dataclasses.asdict(settings)).checked()
 
 
@@ -30,39 +30,39 @@ OnCommandLine = tyro.conf.arg(
 
 
 class TrainConfig(Config):
-    """What to train on, how, and where the policy goes."""
+    """Sweeps to train on, training settings, and output of the policy."""
 
     sweep: tuple[Place, ...] = Field(default=("runs/sweep",), min_length=1)
-    """Directories (or files) of sweeps: of one pair, dtype and candidate set, whatever their prompts and
-    temperatures."""
+    """Directories (or files) of sweeps, all of one pair, dtype and candidate set; prompts and temperatures may
+    differ."""
     output: Path = Path("runs/policy")
-    """Directory of the policy; checkpoints while it trains. Every node must see it."""
+    """Output directory of the policy, and of checkpoints during training; must be visible to every node."""
     objective: Objective = "throughput"
-    """Of kind `prompt`. tau: tokens a step. throughput: tokens a second by the price of a step beside the sweep;
-    plain decoding is then a candidate. Kind `step` follows any price and load in use."""
+    """Objective of kind `prompt`. tau: tokens per step. throughput: tokens per second by the sweep's step cost, with
+    plain decoding as a candidate. Kind `step` has none: it adapts to step cost and load while it decodes."""
     rows: int = Field(default=1, ge=1)
-    """Active rows at whose price of a step labels and reports of kind `prompt` are."""
+    """Batch size of the step cost in the labels and reports of kind `prompt`."""
     candidates: tuple[int, ...] | None = None
-    """Block sizes for kind `prompt` to choose from, some of the sweep's; all by default."""
+    """Candidate block sizes of kind `prompt`, a subset of the sweep's; by default all."""
     leave_out: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """Prompt sets whose rows are not used."""
+    """Prompt sets whose rows are excluded."""
     fit: Annotated[FitSettings, OnCommandLine, AfterValidator(_checked)] = FitSettings()
     validation: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the prompts held back to stop early and to report."""
+    """Share of the prompts in the validation split, for early stopping and the report."""
     num_workers: int = Field(default=1, ge=1)
-    """Data-parallel Ray Train workers."""
+    """Number of data-parallel Ray Train workers."""
     num_cpus: float = Field(default=1.0, gt=0)
-    """CPU cores of a worker."""
+    """CPU cores of each worker."""
     accelerator_type: str | None = None
-    """Put every worker on a GPU of this type. Otherwise a GPU where there are any."""
+    """GPU type of every worker; by default any GPU, or the CPU if there is none."""
     checkpoint_every: tyro.conf.Suppress[int] = Field(default=25, ge=1)
     """Epochs between checkpoints."""
     max_failures: tyro.conf.Suppress[int] = Field(default=3, ge=0)
-    """Lost workers to recover from."""
+    """Number of lost workers to recover from."""
     register_version: bool = True
     """Register the policy as a new version of its target's model."""
     relog: bool = False
-    """Train nothing: tell MLflow of the finished training in `output`."""
+    """Train nothing; log the finished training in `output` to MLflow."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

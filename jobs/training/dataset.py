@@ -1,4 +1,4 @@
-"""Sweeps, read and checked part by part, and written as examples to train on (`blockpilot/policy/dataset.py`)."""
+"""Training data of a policy: sweeps read and checked part by part (`blockpilot/policy/dataset.py`)."""
 
 import hashlib
 from collections import defaultdict
@@ -22,30 +22,30 @@ MIN_PROMPTS = 8
 
 
 class Dataset(NamedTuple):
-    """Sweeps, written as examples."""
+    """Training examples of sweeps, in files."""
 
     id: str
     """Hash of the rows."""
     metadata: Metadata
     price: StepPrice | None
     task: FitTask | None
-    """Of kind `prompt`."""
+    """Candidates and step costs of kind `prompt`; None for kind `step`."""
     folder: Path
-    """Of the examples."""
+    """Folder of the example files."""
     rows: Index
     taus: dict[float, dict[int, float]]
-    """Over all rows, by temperature and block size."""
+    """tau over all rows, by temperature and block size."""
 
 
 def check_sweeps(config: TrainConfig) -> None:
-    """Raise ValueError for a sweep that is not there."""
-    for place in config.sweep:
-        if not (is_file(place) or is_folder(place)):
-            raise ValueError(f"sweep {place}: no such file or directory")
+    """Raise ValueError for a sweep that does not exist."""
+    for sweep in config.sweep:
+        if not (is_file(sweep) or is_folder(sweep)):
+            raise ValueError(f"sweep {sweep}: no such file or directory")
 
 
 def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
-    """Read and check sweeps part by part and write their examples. Raises ValueError where nothing can be learned."""
+    """Read and check sweeps part by part, and write their examples. Raises ValueError for unusable sweeps."""
     metadata = next(read_parts(config.sweep[0])).metadata
     digests, totals = list[bytes](), defaultdict[float, Summary](Summary)
     parts = _parts(config, metadata, digests, totals)
@@ -54,12 +54,12 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
         index = write_steps(folder, parts)
     else:
         task = _task(config, metadata, price)
-        NetworkShape(metadata.vocab_size, len(task.candidates), config.fit.hidden)  # refuses what cannot be
+        NetworkShape(metadata.vocab_size, len(task.candidates), config.fit.hidden)  # raises for impossible shapes
         index = write_examples(folder, parts, task.candidates)
     if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
-    taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
+    taus = {temperature: summary.tau_curve for temperature, summary in totals.items()}
     return Dataset(digest, metadata, price, task, folder, index, taus)
 
 
@@ -74,15 +74,17 @@ def _task(config: TrainConfig, metadata: Metadata, price: StepPrice | None) -> F
 def _parts(
     config: TrainConfig, metadata: Metadata, digests: list[bytes], totals: Mapping[float, Summary]
 ) -> Iterator[list[SweepRow]]:
-    """The rows to train on, part by part; `digests` gets one of each, `totals` are by temperature."""
+    """The training rows, part by part; adds a hash per row to `digests`, and the row to `totals` by temperature."""
     seen: set[str] = set()
-    for place in config.sweep:
-        for part in read_parts(place):
-            if found := mismatch(metadata, part.metadata, ignored=("config",)):
-                raise ValueError(f"{config.sweep[0]} and {place}: made for different pairs or candidates ({found})")
+    for sweep in config.sweep:
+        for part in read_parts(sweep):
+            if mismatched := mismatch(metadata, part.metadata, ignored=("config",)):
+                raise ValueError(
+                    f"{config.sweep[0]} and {sweep}: made for different pairs or candidates ({mismatched})"
+                )
             rows = [row for row in part.rows if row.prompt_set not in config.leave_out]
-            if twice := next((row.prompt_id for row in rows if row.prompt_id in seen), None):
-                raise ValueError(f"sweep {place}: prompt {twice} is in another of the sweeps, too")
+            if repeated_id := next((row.prompt_id for row in rows if row.prompt_id in seen), None):
+                raise ValueError(f"sweep {sweep}: prompt {repeated_id} is in another of the sweeps, too")
             seen.update(row.prompt_id for row in rows)
             digests += map(_digest, rows)
             for row in rows:
@@ -93,43 +95,43 @@ def _parts(
 
 
 def _digest(row: SweepRow) -> bytes:
-    """A hash of all that examples are made of."""
+    """Hash of everything that the examples of a row contain."""
     prefill = row.prompt_id, row.taus, row.probs_ids, row.probs, row.temperature
     digest = hashlib.sha256(repr((prefill, row.step_places)).encode())
-    for offers in (row.step_ranks, row.step_scores, row.step_log_probs):
-        digest.update(offers)
+    for values in (row.step_ranks, row.step_scores, row.step_log_probs):
+        digest.update(values)
     return digest.digest()
 
 
 def _candidates(config: TrainConfig, metadata: Metadata) -> CandidateSet:
-    """Those asked for, or the sweep's; with plain decoding where costs count."""
-    there = metadata.candidates
-    wanted = config.candidates or tuple(there)
-    CandidateSet(wanted)
-    if unknown := sorted(set(wanted) - {1, *there}):
-        raise ValueError(f"candidates {wanted}: {unknown[0]} is none of the sweep's {there}")
+    """The configured candidates, otherwise the sweep's; with 1 (plain decoding) for objective throughput."""
+    swept = metadata.candidates
+    candidates = config.candidates or tuple(swept)
+    CandidateSet(candidates)
+    if unknown := sorted(set(candidates) - {1, *swept}):
+        raise ValueError(f"candidates {candidates}: {unknown[0]} is not a candidate of the sweep {swept}")
     if config.objective == "throughput":
-        wanted = tuple(sorted({1, *wanted}))
-    if len(wanted) < 2:
-        raise ValueError(f"candidates {wanted}: at least 2 are needed")
-    return CandidateSet(wanted)
+        candidates = tuple(sorted({1, *candidates}))
+    if len(candidates) < 2:
+        raise ValueError(f"candidates {candidates}: at least 2 are needed")
+    return CandidateSet(candidates)
 
 
 def _find_price(config: TrainConfig, metadata: Metadata) -> StepPrice | None:
-    """The one beside the first sweep: kind `prompt` needs it for throughput, kind `step` keeps it if it is there."""
-    is_step, place = config.fit.kind == "step", join(config.sweep[0], PRICE_FILE)
+    """Step cost of the first sweep: required by kind `prompt` for throughput, optional for kind `step`."""
+    is_step, file = config.fit.kind == "step", join(config.sweep[0], PRICE_FILE)
     if not is_step and config.objective == "tau":
         return None
-    if not is_file(place):
+    if not is_file(file):
         if is_step:
             return None
         raise ValueError(
             f"sweep {config.sweep[0]}: no {PRICE_FILE} for objective 'throughput'; "
             "sweep with --price-rows, or train with --objective tau"
         )
-    price = read_price(place)
+    price = read_price(file)
     if price.pair != metadata.pair or price.dtype != metadata.dtype:
         raise ValueError(
-            f"{place}: price of {price.pair}, {price.dtype}; the rows are of {metadata.pair}, {metadata.dtype}"
+            f"{file}: price of {price.pair}, {price.dtype}; the rows are of {metadata.pair}, {metadata.dtype}"
         )
     return price

@@ -1,4 +1,4 @@
-"""The draft that a job trains: its configuration, and what depends on its family."""
+"""Draft that jobs/train_draft.py trains: its configuration, and the parts that depend on its family."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,64 +30,65 @@ EAGLE3_VOCABULARY = 16384  # tokens
 
 
 class TrainDraftConfig(AnswersConfig):
-    """Target, prompts, and the shape and training of the draft."""
+    """Target, prompts, shape of the draft, and training settings."""
 
     kind: Literal["dflash", "eagle3"] = "dflash"
-    """Family of the draft: blocks in one pass, or chains token by token."""
+    """Family of the draft. dflash: drafts a block in one pass. eagle3: drafts token by token."""
     block_size: int = Field(default=8, ge=2)
-    """Positions of a training block or chain, anchor included."""
+    """Positions of a training block or chain, including the anchor."""
     draft_vocab_size: int | None = Field(default=None, ge=LEAST_VOCABULARY)
-    """Tokens that the draft proposes, the most frequent of the answers; by default all for DFlash (or those of
-    `start`), 16,384 for EAGLE-3."""
+    """Size of the draft's vocabulary, the most frequent tokens of the answers. By default the whole vocabulary for
+    DFlash (or that of `start`), 16,384 tokens for EAGLE-3."""
     num_layers: int = Field(default=3, ge=1)
-    """Decoder layers of a DFlash draft."""
+    """Number of decoder layers of a DFlash draft."""
     target_layer_ids: tuple[int, ...] | None = None
-    """Target layers the draft reads, 0 is the first; by default as many as a DFlash draft has, evenly spaced, or
-    EAGLE-3's three."""
+    """Target layers whose hidden states the draft reads; 0 is the first. By default as many as a DFlash draft has
+    layers, evenly spaced, or EAGLE-3's three."""
     markov_rank: int = Field(default=0, ge=0)
-    """Rank of a DFlash draft's Markov head, which scores a token by the one before it; 0: none."""
+    """Rank of a DFlash draft's Markov head, which scores a token by the previous one; 0 for none."""
     selector_rank: int = Field(default=0, ge=0)
-    """Rank of a DFlash draft's candidate selector, which chooses a token by the one before it (DFlash 2); 0: none."""
+    """Rank of a DFlash draft's candidate selector, which selects a token by the previous one (DFlash 2); 0 for
+    none."""
     selector_top_k: int = Field(default=16, ge=2)
-    """Best tokens of a position that the selector chooses among."""
+    """Number of top tokens per position that the selector selects from."""
     only_edges: bool = False
-    """Train the selector or Markov head alone, on a draft (`start`) that stays as it is and may have none: what it
-    says of the answers is computed once."""
+    """Train only the selector or Markov head, on a frozen draft (`start`) with or without one. The draft's outputs on
+    the answers are computed once."""
     mask_token: str = "<empty_output>"
-    """Token of the target's vocabulary that no text holds, for DFlash."""
+    """Mask token of a DFlash draft: a token of the target's vocabulary that occurs in no text."""
     start: str = "target"
-    """Initial weights: the target's last layers and final norm where their shapes fit (`target`), `random`, or those
-    of a draft directory of the same shape."""
+    """Initial weights: `target` (its last layers and final norm if their shapes fit), `random`, or the directory of a
+    draft of the same shape."""
 
     @field_validator("start")
     @classmethod
     def _for_workers(cls, start: str) -> str:
         is_directory = start not in ("target", "random") and Path(start).is_dir()
-        return str(Path(start).absolute()) if is_directory else start  # theirs is another working directory
+        return str(Path(start).absolute()) if is_directory else start  # workers have another working directory
 
     fit: DraftFitSettings = DraftFitSettings()
 
     stream_features: bool = False
-    """Compute the target's features when a document is read, instead of once for all onto the disk."""
+    """Compute the target's features each time that a document is read, instead of storing them on disk."""
     checkpoint_every: int = Field(default=200, ge=1)
-    """Steps between checkpoints, which also validate."""
+    """Steps between checkpoints, each with a validation."""
     num_validation: int = Field(default=48, ge=1)
-    """Held-out answers that a checkpoint validates on."""
+    """Number of held-out answers in a validation."""
     max_failures: int = Field(default=3, ge=0)
-    """Lost workers to recover from."""
+    """Number of lost workers to recover from."""
 
     num_workers: int = Field(default=1, ge=1)
-    """Data-parallel Ray Train workers."""
+    """Number of data-parallel Ray Train workers."""
     output: Path = Path("runs/draft")
-    """Directory of checkpoints and of the exported draft (`draft/`)."""
+    """Output directory of checkpoints and of the exported draft (`draft/`)."""
 
 
 def check_draft(config: TrainDraftConfig) -> None:
-    """Raise ValueError where the target is of no known family, or has no draft of the shape asked for."""
+    """Raise ValueError for an unsupported target, or a draft of this shape that the target cannot have."""
     target = target_config(config)
-    wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
-    if wrong:
-        raise ValueError(f"target_layer_ids {wrong[0]}: must be 0 to {target.num_hidden_layers - 1}")
+    invalid = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
+    if invalid:
+        raise ValueError(f"target_layer_ids {invalid[0]}: must be 0 to {target.num_hidden_layers - 1}")
     if (size := config.draft_vocab_size) is not None and size > target.vocab_size:
         raise ValueError(f"draft_vocab_size {size}: must be {LEAST_VOCABULARY} to {target.vocab_size}")
     for name in ("markov_rank", "selector_rank"):
@@ -103,12 +104,12 @@ def check_draft(config: TrainDraftConfig) -> None:
 
 
 def target_config(config: TrainDraftConfig) -> PretrainedConfig:
-    """Configuration of the target's network; raises ValueError for one of no known family."""
+    """Configuration of the target's network; raises ValueError for an unsupported family."""
     return network_config(find_target(config.target).directory)
 
 
 def mask_token_id(config: TrainDraftConfig) -> int:
-    """Id of the mask token; raises ValueError where the vocabulary does not have it."""
+    """Id of the mask token; raises ValueError if the vocabulary does not contain it."""
     tokenizer = load_tokenizer(find_target(config.target).directory)
     vocabulary = tokenizer.get_vocab()
     if config.mask_token not in vocabulary:
@@ -117,7 +118,7 @@ def mask_token_id(config: TrainDraftConfig) -> int:
 
 
 def layer_ids_of(config: TrainDraftConfig) -> tuple[int, ...]:
-    """The target's layers that the draft reads."""
+    """Ids of the target layers that the draft reads."""
     target = target_config(config)
     if config.kind == "dflash":
         return parse_options(_dflash_config(config, target)).target_layer_ids
@@ -125,7 +126,7 @@ def layer_ids_of(config: TrainDraftConfig) -> tuple[int, ...]:
 
 
 def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
-    """The untrained draft; its weights depend only on the seed or on the draft to start from.
+    """The draft before training; its weights depend only on the seed or on the draft to start from.
 
     Raises ValueError for a draft of another shape or target.
     """
@@ -143,9 +144,9 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
     start = (load_draft(path) if is_dflash else load_eagle3(path)).float()
     start.check_fit(target)
     has_new_edges = isinstance(start, DraftModel) and start.edges is None
-    wanted, found = (_shape(each, target, with_edges=not has_new_edges) for each in (draft, start))
-    if wanted != found:
-        raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")
+    expected_shape, start_shape = (_shape(d, target, with_edges=not has_new_edges) for d in (draft, start))
+    if expected_shape != start_shape:
+        raise ValueError(f"start {config.start}: a draft of {start_shape}, but the configuration is {expected_shape}")
     if isinstance(draft, DraftModel) and isinstance(start, DraftModel) and has_new_edges:
         draft.load_state_dict(start.state_dict(), strict=False)
         draft.vocabulary = start.vocabulary
@@ -178,7 +179,7 @@ def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig, *, with_ed
 
 
 def draft_with_edges(config: TrainDraftConfig) -> tuple[DraftModel, Edges]:
-    """A draft that stays as it is, and its edges, untrained or those that it has."""
+    """A frozen draft, and its edges: those of the checkpoint, or untrained ones."""
     draft = fresh_draft(config)
     assert isinstance(draft, DraftModel)
     assert draft.edges is not None
@@ -194,7 +195,7 @@ def edge_loss(config: TrainDraftConfig) -> EdgeLoss:
 
 
 def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss:
-    """The untrained draft with its loss, for its data.
+    """The draft before training, with its loss.
 
     Queries and keys start at the scale of the first answer; an EAGLE-3 draft proposes the answers' tokens.
     """
@@ -215,19 +216,19 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
 
 
 def use_vocabulary(config: TrainDraftConfig, draft: DraftModel | Eagle3Model, answers: Iterable[Answer]) -> None:
-    """Let a draft propose the most frequent tokens of the answers only, if it shall; an EAGLE-3 draft that goes on
-    keeps its own.
+    """Restrict the draft's vocabulary to the most frequent tokens of the answers, if configured; an EAGLE-3 draft
+    that starts from a checkpoint keeps its vocabulary.
     """
-    of_answers, size = (answer.tokens[answer.num_prompt_tokens :] for answer in answers), config.draft_vocab_size
+    answer_tokens, size = (answer.tokens[answer.num_prompt_tokens :] for answer in answers), config.draft_vocab_size
     if isinstance(draft, DraftModel):
         if size is not None:
-            draft.vocabulary = by_frequency(of_answers, draft.config.vocab_size)[:size]
+            draft.vocabulary = by_frequency(answer_tokens, draft.config.vocab_size)[:size]
     elif config.start in ("target", "random"):
-        draft.use_vocabulary(by_frequency(of_answers, draft.config.vocab_size)[: size or EAGLE3_VOCABULARY])
+        draft.use_vocabulary(by_frequency(answer_tokens, draft.config.vocab_size)[: size or EAGLE3_VOCABULARY])
 
 
 def export(draft: DraftModel | Eagle3Model, directory: Path) -> None:
-    """Write the draft in its published format."""
+    """Write the draft in the published format of its family."""
     if isinstance(draft, DraftModel):
         save_draft(draft, directory)
     else:

@@ -1,6 +1,6 @@
-"""The record of a training: the policy's directory, what the held-back rows say of it, and what MLflow is told.
+"""Record of a training: the policy's directory, its report on validation rows, and the MLflow run.
 
-Everything is on disk before MLflow is told, so a lost store costs nothing: `log` can run again later.
+Everything is written to disk before it is logged to MLflow, so `log` can be repeated if the store is not reachable.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from jobs.training.dataset import Dataset
 
 TRAINING_FILE, RELIABILITY_PICTURE = "training.json", "reliability.png"
 NUM_RELIABILITY_STEPS = 2000
-TRAINED, OWN = "trained", "draft"  # whose chances a reliability is of
-TRAINING_TAG = "training"  # of a version: the id of the training that it was registered for
+TRAINED, DRAFT = "trained", "draft"  # sources of the acceptance probabilities
+TRAINING_TAG = "training"  # tag of a version: the id of its training
 Content = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ class TrainResult(NamedTuple):
     policy: Path
     version: Version | None
     report: LookupReport | Losses
-    """Of kind `prompt`, and of kind `step`."""
+    """LookupReport of kind `prompt`, Losses of kind `step`."""
     run_id: str
 
 
@@ -50,42 +50,42 @@ class TrainResult(NamedTuple):
 
 
 def save(config: TrainConfig, data: Dataset, state: State) -> None:
-    """Write the policy, what the held-back rows say of it, and all that MLflow is to know.
+    """Write the policy, its report on validation rows, and everything that `log` needs.
 
-    All is written aside first, and `policy.json` takes its place last: a full disk leaves what was there, a kill no
-    policy at worst, never one beside what another has learned from.
+    Files are written to a temporary folder and then moved, `policy.json` last: a full disk leaves the previous
+    policy, and a kill at worst no policy, never a policy with the training prompts of another.
     """
     if data.task is None:
-        policy, found = _of_prior(config, data, state)
+        policy, entries = _step_policy(config, data, state)
     else:
-        policy, found = _of_network(config, data, data.task, state)
-    kind, report = policy.info.kind, {name: value for name, value in found["report"].items() if value == value}
+        policy, entries = _prompt_policy(config, data, data.task, state)
+    kind, report = policy.info.kind, {name: value for name, value in entries["report"].items() if value == value}
     tags = {**policy.info.pair._asdict(), "format": FORMAT, "kind": kind, "sweep_id": data.id}
     prefix = "lookup" if kind == "prompt" else "nats"
     params = config.recorded(exclude={"fit"}) | dataclasses.asdict(config.fit)
-    content = found | {
+    content = entries | {
         "id": uuid.uuid4().hex,
         "params": params | {"sweep_id": data.id},
-        "tags": tags | found.get("tags", {}) | {f"{prefix}.{name}": value for name, value in report.items()},
-        "report": dict.fromkeys(found["report"]) | report,
+        "tags": tags | entries.get("tags", {}) | {f"{prefix}.{name}": value for name, value in report.items()},
+        "report": dict.fromkeys(entries["report"]) | report,
     }
-    aside = config.output / ".new"
-    remove_folder(aside)
-    LearnedFrom(frozenset(data.rows.prompts), data.taus).write(aside)
-    write_text(aside / TRAINING_FILE, json.dumps(content) + "\n")
+    staging = config.output / ".new"
+    remove_folder(staging)
+    LearnedFrom(frozenset(data.rows.prompts), data.taus).write(staging)
+    write_text(staging / TRAINING_FILE, json.dumps(content) + "\n")
     if curves := curves_of(content):
         from jobs.common import figures  # a second to import
 
-        write_bytes(aside / RELIABILITY_PICTURE, figures.reliability(curves))
-    save_policy(policy, aside)
+        write_bytes(staging / RELIABILITY_PICTURE, figures.reliability(curves))
+    save_policy(policy, staging)
     remove_policy(config.output)
-    for file in sorted(aside.iterdir(), key=lambda file: file.name == INFO_FILE):
+    for file in sorted(staging.iterdir(), key=lambda file: file.name == INFO_FILE):
         file.replace(config.output / file.name)
-    aside.rmdir()
+    staging.rmdir()
 
 
-def _of_prior(config: TrainConfig, data: Dataset, state: State) -> tuple[LearnedPolicy, Content]:
-    """The policy of kind `step`, and its entries of training.json."""
+def _step_policy(config: TrainConfig, data: Dataset, state: State) -> tuple[LearnedPolicy, Content]:
+    """The policy of kind `step`, and its entries in training.json."""
     training, validation = split_steps(data.folder, config.validation, config.fit.seed)
     provenance = _provenance(data, len(training), len(validation)) | {"seed": config.fit.seed}
     info = StepInfo(data.metadata.pair, data.metadata.vocab_size, provenance)
@@ -98,29 +98,29 @@ def _of_prior(config: TrainConfig, data: Dataset, state: State) -> tuple[Learned
 
 
 def _reliability(prior: Prior, steps: Proposed) -> dict[str, list[Bin]]:
-    """Reliability of the trained chances and of the draft's own, on some of the steps."""
-    every = -(-len(steps) // NUM_RELIABILITY_STEPS)
-    some = Proposed(*(values[:: max(1, every)] for values in steps))
-    return {TRAINED: reliability(prior, some), OWN: reliability(None, some)}
+    """Reliability of the trained acceptance probabilities and of the draft's probabilities, on a sample of steps."""
+    stride = -(-len(steps) // NUM_RELIABILITY_STEPS)
+    sample = Proposed(*(values[:: max(1, stride)] for values in steps))
+    return {TRAINED: reliability(prior, sample), DRAFT: reliability(None, sample)}
 
 
-def _of_network(config: TrainConfig, data: Dataset, task: FitTask, state: State) -> tuple[LearnedPolicy, Content]:
-    """The policy of kind `prompt` with the best epoch's weights, and its entries of training.json."""
+def _prompt_policy(config: TrainConfig, data: Dataset, task: FitTask, state: State) -> tuple[LearnedPolicy, Content]:
+    """The policy of kind `prompt` with the weights of the best epoch, and its entries in training.json."""
     settings, candidates = config.fit, CandidateSet(task.candidates)
     training, validation = split_examples(data.folder, config.validation, settings.seed)
     network = new_network(training, data.metadata.vocab_size, settings)
     network.load_state_dict(state["best"])
-    found = lookup_report(network, task, training, validation)
+    report = lookup_report(network, task, training, validation)
     provenance = _provenance(data, len(training), len(validation)) | {
         "best_epoch": state["progress"]["best_epoch"],
-        "best_fixed_block_size": found.best_fixed_block_size,
+        "best_fixed_block_size": report.best_fixed_block_size,
         "rows": config.rows,
         **dataclasses.asdict(settings),
     }
     info = PromptInfo(data.metadata.pair, candidates, task.objective, network.shape, MIN_PROB, provenance)
     labels = Counter(task.labels(training.taus).tolist())
     return PromptPolicy(info, network, data.price), {
-        "report": found._asdict(),
+        "report": report._asdict(),
         "tags": {"objective": task.objective, "candidates": ",".join(map(str, candidates))},
         "history": state["history"],
         "num_epochs": state["progress"]["epoch"],
@@ -143,25 +143,25 @@ def _provenance(data: Dataset, num_training: int, num_validation: int) -> dict[s
 
 
 def log(output: Path, registry: Registry) -> TrainResult:
-    """Tell MLflow of the training that `output` holds, and register its policy, once however often this is asked."""
+    """Log the training in `output` to MLflow and register its policy; repeated calls register one version."""
     if not (output / TRAINING_FILE).exists():
         raise ValueError(f"output {output}: no {TRAINING_FILE}, nothing to log")
-    found = json.loads((output / TRAINING_FILE).read_text(encoding="utf-8"))
-    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in found["report"].items()}
-    report = Losses(**known) if found["params"]["kind"] == "step" else LookupReport(**known)
+    content = json.loads((output / TRAINING_FILE).read_text(encoding="utf-8"))
+    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in content["report"].items()}
+    report = Losses(**values) if content["params"]["kind"] == "step" else LookupReport(**values)
     with kept_for_later(registry.uri, output):
-        version = _registered(registry, output, found.get("id"))
+        version = _registered(registry, output, content.get("id"))
         if version is not None:
             run_id = str(version.run_id)
         else:
-            run_id, version = _log_anew(output, registry, found, report)
+            run_id, version = _log_run(output, registry, content, report)
     result = TrainResult(output, version, report, run_id)
-    print(describe(result, found))
+    print(describe(result, content))
     return result
 
 
 def _registered(registry: Registry, output: Path, training: str | None) -> Version | None:
-    """The version that a training was registered as, if it was; trainings had no id before 2026-11-27."""
+    """The version registered for a training id, if any; trainings before 2026-11-27 have no id."""
     if training is None:
         return None
     name = model_name(load_policy(output).info.pair.target)
@@ -169,28 +169,28 @@ def _registered(registry: Registry, output: Path, training: str | None) -> Versi
     return next((version for version in versions if version.tags.get(TRAINING_TAG) == training), None)
 
 
-def _log_anew(
-    output: Path, registry: Registry, found: Content, report: LookupReport | Losses
+def _log_run(
+    output: Path, registry: Registry, content: Content, report: LookupReport | Losses
 ) -> tuple[str, Version | None]:
-    """Record a run, with all that `found` holds, and register its policy where that is wanted."""
-    params, version = found["params"], None
+    """Record a run with everything in `content`, and register its policy if configured."""
+    params, version = content["params"], None
     with registry.log_run("train") as record:
         record.log_params(params)
         record.log_tags({"sweep_id": params["sweep_id"]})
         if isinstance(report, Losses):
-            _log_prior(record, output, found, report)
+            _log_prior(record, output, content, report)
         else:
-            _log_network(record, found, report)
+            _log_network(record, content, report)
         record.log_artifact(output / TRAINING_FILE)
         if params["register_version"]:
-            target, tags = load_policy(output).info.pair.target, found["tags"] | {TRAINING_TAG: found["id"]}
+            target, tags = load_policy(output).info.pair.target, content["tags"] | {TRAINING_TAG: content["id"]}
             version = registry.register_policy(output, target=target, run_id=record.id, tags=tags)
     return record.id, version
 
 
-def _log_prior(record: RunRecord, output: Path, found: Content, report: Losses) -> None:
+def _log_prior(record: RunRecord, output: Path, content: Content, report: Losses) -> None:
     record.log_metrics({f"nats_{name}": value for name, value in report._asdict().items() if value == value})
-    curves = curves_of(found)
+    curves = curves_of(content)
     record.log_metrics({f"reliability_error_{name}": mean_error(bins) for name, bins in curves.items() if bins})
     if (picture := output / RELIABILITY_PICTURE).exists():
         record.log_artifact(picture)
@@ -198,43 +198,43 @@ def _log_prior(record: RunRecord, output: Path, found: Content, report: Losses) 
         record.log_table(rows, "reliability.json")
 
 
-def _log_network(record: RunRecord, found: Content, report: LookupReport) -> None:
-    for epoch, metrics in enumerate(found["history"], start=1):
+def _log_network(record: RunRecord, content: Content, report: LookupReport) -> None:
+    for epoch, metrics in enumerate(content["history"], start=1):
         record.log_metrics(metrics, step=epoch)
     record.log_metrics({f"lookup_{key}": value for key, value in report._asdict().items() if value == value})
-    record.log_metrics({f"best_for_{size}": count for size, count in found["balance"].items()})
+    record.log_metrics({f"best_for_{size}": count for size, count in content["balance"].items()})
 
 
-def curves_of(found: Content) -> dict[str, list[Bin]]:
-    """Reliability in a training.json, by whose chances it is of; nothing of kind `prompt`."""
-    return {name: list(map(Bin._make, bins)) for name, bins in found.get("reliability", {}).items()}
+def curves_of(content: Content) -> dict[str, list[Bin]]:
+    """Reliability curves of a training.json by source of the probabilities; empty for kind `prompt`."""
+    return {name: list(map(Bin._make, bins)) for name, bins in content.get("reliability", {}).items()}
 
 
-def describe(result: TrainResult, found: Content) -> str:
-    """The short report on screen."""
+def describe(result: TrainResult, content: Content) -> str:
+    """Short report on the screen."""
     report, version = result.report, result.version
-    where = f"policy in {result.policy}"
-    where += f", registered as {version.name} version {version.number}" if version else ""
-    training, validation = found["num_examples"]
-    begin = f"train: {training} examples, {validation} held back; "
+    policy = f"policy in {result.policy}"
+    policy += f", registered as {version.name} version {version.number}" if version else ""
+    training, validation = content["num_examples"]
+    examples = f"train: {training} examples, {validation} held back; "
     if isinstance(report, Losses):
-        return f"{begin}{where}\n{_describe_prior(report, curves_of(found))}"
-    return f"{begin}{found['num_epochs']} epochs; {where}\n{_describe_network(report, found)}"
+        return f"{examples}{policy}\n{_describe_prior(report, curves_of(content))}"
+    return f"{examples}{content['num_epochs']} epochs; {policy}\n{_describe_network(report, content)}"
 
 
 def _describe_prior(report: Losses, curves: Mapping[str, Sequence[Bin]]) -> str:
     errors = {name: f"{mean_error(bins):.3f}" if bins else "none" for name, bins in curves.items()}
     return (
         f"train: held-back choices: {report.trained:.3f} nats a slot, by the draft's own probabilities "
-        f"{report.own:.3f}; mean error of a node's chance {errors[TRAINED]}, of the draft's own {errors[OWN]}"
+        f"{report.own:.3f}; mean error of a node's chance {errors[TRAINED]}, of the draft's own {errors[DRAFT]}"
     )
 
 
-def _describe_network(report: LookupReport, found: Content) -> str:
-    verdict = "a gain" if report.claims_gain else "no gain that the rows can show"
-    total = sum(found["balance"].values())
-    balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in found["balance"].items())
-    rate = "tau" if found["params"]["objective"] == "tau" else "speed-up over plain decoding"
+def _describe_network(report: LookupReport, content: Content) -> str:
+    verdict = "a gain" if report.claims_gain else "no significant gain"
+    total = sum(content["balance"].values())
+    balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in content["balance"].items())
+    rate = "tau" if content["params"]["objective"] == "tau" else "speed-up over plain decoding"
     return (
         f"train: best block size of the examples: {balance}\n"
         f"train: held-back examples, looked up (a diagnostic, not a result): accuracy {report.accuracy:.2f} "

@@ -1,1 +1,1 @@
-"""Constraints in the server: tool calls as grammars, and their trial in a process of its own."""
+"""Constraints in the server: tool calls as grammars, and their trial compilation in a separate process."""

@@ -1,6 +1,6 @@
-"""Arguments in Qwen3-Coder's words: a string stands as it is between its tags, any other value as JSON.
+"""Tool-call arguments in Qwen3-Coder's format: strings unquoted between tags, other values as JSON.
 
-A value ends at the first line `</parameter>`, in the grammar as in the reader, so it may hold every other tag.
+A value ends at the first line `</parameter>`, in the grammar and in the reader, so it may contain every other tag.
 """
 
 import json
@@ -23,12 +23,12 @@ from blockpilot.constraints.schemas import (
 )
 
 END_OF_VALUE, END_OF_CALL = "\n</parameter>\n", "</function>\n</tool_call>"
-ROOT = ("$defs", "arguments")  # of a tool's parameters in the schema of a value
+ROOT = ("$defs", "arguments")  # path of a tool's parameters in the schema of a value
 TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regular expression
 ANY = r"(.|\n)*"
 ANYTHING, SOMETHING = r"/(.|\n)*/", r"/(.|\n)+/"
 COMBINED = ("allOf", "anyOf", "oneOf")
-UNFOLLOWED = ("minProperties", "maxProperties", "patternProperties", "enum", "const", "not")  # of all parameters
+UNSUPPORTED = ("minProperties", "maxProperties", "patternProperties", "enum", "const", "not")  # of the whole object
 LONG, SHORT = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])", "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
 LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 DATE = f"([0-9]{{4}}-({LONG}|{SHORT}|02-(0[1-9]|1[0-9]|2[0-8]))|{LEAP}-02-29)"
@@ -50,14 +50,14 @@ FORMATS: Mapping[str, str] = {
 
 
 class RawString(NamedTuple):
-    """A value that is a string, of one of these schemas, or null where `may_be_null`; written without quotes."""
+    """A string value of one of these schemas, or null if `may_be_null`; written without quotes."""
 
     schemas: tuple[JsonObject, ...]
     may_be_null: bool = False
 
 
 class Called(NamedTuple):
-    """A whole call at the beginning of a text: its name, its arguments as JSON, and where it ends."""
+    """A complete call at the beginning of a text: name, arguments as JSON, and end offset."""
 
     name: str
     arguments: str
@@ -68,7 +68,7 @@ class Called(NamedTuple):
 
 
 def text_of(root: JsonObject, schema: Any) -> RawString | None:
-    """The value as text; None for one that is written as JSON. `root` is where references lead."""
+    """The value as an unquoted string; None if it is written as JSON. `root` resolves references."""
     schema = resolved(root, schema)
     if not isinstance(schema, dict):
         return None
@@ -86,12 +86,12 @@ def text_of(root: JsonObject, schema: Any) -> RawString | None:
 
 
 def _of_options(root: JsonObject, options: list[Any]) -> RawString | None:
-    texts = [text_of(root, option) for option in options if not _is_null(resolved(root, option))]
-    found = [text for text in texts if text is not None]
-    if not found or len(found) < len(texts):
+    raw_strings = [text_of(root, option) for option in options if not _is_null(resolved(root, option))]
+    strings = [text for text in raw_strings if text is not None]
+    if not strings or len(strings) < len(raw_strings):
         return None
-    schemas = tuple(schema for text in found for schema in text.schemas)
-    return RawString(schemas, len(texts) < len(options) or any(text.may_be_null for text in found))
+    schemas = tuple(schema for text in strings for schema in text.schemas)
+    return RawString(schemas, len(raw_strings) < len(options) or any(text.may_be_null for text in strings))
 
 
 def _is_only(schema: JsonObject, key: str) -> bool:
@@ -105,10 +105,10 @@ def _is_null(schema: Any) -> bool:
 
 
 def flat(root: JsonObject) -> Loosened:
-    """Parameters by name, as this wording has them: alternatives are merged, what it cannot follow is dropped."""
+    """Parameters as one flat object: alternatives are merged, keywords that this format cannot follow are dropped."""
     schema, dropped = resolved(root, root), list[str]()
     schema = schema if isinstance(schema, dict) else {}
-    dropped += [key for key in (*UNFOLLOWED, "anyOf", "oneOf") if key in schema]
+    dropped += [key for key in (*UNSUPPORTED, "anyOf", "oneOf") if key in schema]
     options = {key: _options(root, schema, key) for key in COMBINED}
     properties, required = JsonObject(), set(required_of(schema))
     for shape in (schema, *(option for key in COMBINED for option in options[key])):
@@ -120,35 +120,35 @@ def flat(root: JsonObject) -> Loosened:
     for key, shapes in options.items():
         names = [set(required_of(shape)) for shape in shapes]
         required |= (set.union(*names) if key == "allOf" else set.intersection(*names)) if names else set()
-    others = schema.get("additionalProperties", True)
-    if others is False and required - properties.keys():
+    additional = schema.get("additionalProperties", True)
+    if additional is False and required - properties.keys():
         dropped.append("required")
-    properties |= {name: others or {} for name in sorted(required - properties.keys())}
+    properties |= {name: additional or {} for name in sorted(required - properties.keys())}
     for name, value in properties.items():
         properties[name], lost = _followed(root, value)
         dropped += [f"properties.{name}.{key}" for key in lost]
     kept = {key: root[key] for key in REFERENCES & root.keys() if key != "$ref"}
-    declared = {"properties": properties} if properties or "properties" in schema or others is False else {}
-    kept |= {"type": "object", "required": sorted(required), "additionalProperties": others}
+    declared = {"properties": properties} if properties or "properties" in schema or additional is False else {}
+    kept |= {"type": "object", "required": sorted(required), "additionalProperties": additional}
     return Loosened(kept | declared, tuple(dropped))
 
 
 def _options(root: JsonObject, schema: JsonObject, key: str) -> list[JsonObject]:
     options = schema.get(key)
-    found = [resolved(root, option) for option in options] if isinstance(options, list) else []
-    return [option for option in found if isinstance(option, dict)]
+    schemas = [resolved(root, option) for option in options] if isinstance(options, list) else []
+    return [option for option in schemas if isinstance(option, dict)]
 
 
 def _followed(root: JsonObject, schema: Any) -> tuple[Any, list[str]]:
-    """The schema of a value without the keywords of a text that have no regular expression here, and those."""
+    """The schema of a value without string keywords that have no regular expression here, and these keywords."""
     text = text_of(root, schema)
     if text is None:
         return schema, []
-    lost = [key for each in text.schemas for key in each if not _has_rule(key, each[key])]
+    lost = [key for option in text.schemas for key in option if not _has_rule(key, option[key])]
     if not lost:
         return schema, []
-    left: list[JsonObject] = [{k: v for k, v in each.items() if _has_rule(k, v)} for each in text.schemas]
-    return {"anyOf": left + [{"type": "null"}] * text.may_be_null}, lost
+    options: list[JsonObject] = [{k: v for k, v in option.items() if _has_rule(k, v)} for option in text.schemas]
+    return {"anyOf": options + [{"type": "null"}] * text.may_be_null}, lost
 
 
 def _has_rule(key: str, value: Any) -> bool:
@@ -163,64 +163,70 @@ def _has_rule(key: str, value: Any) -> bool:
 
 
 def rules_of(number: int, name: str, parameters: JsonObject) -> str:
-    """Rules of a call, `call_number`; raises ValueError for parameters that they cannot follow."""
+    """Rules of the call `call_<number>`; raises ValueError for parameters that they cannot follow."""
     root, dropped = flat(parameters)
     if dropped:
-        raise ValueError(f"{dropped[0]} cannot be followed in the words of this model")
+        raise ValueError(f"{dropped[0]} cannot be followed in the format of this model")
     parts, rules = [_quoted(f"<function={name}>\n")], list[str]()
     for i, (key, schema) in enumerate(properties_of(root).items()):
         if schema is False and key not in root["required"]:
-            continue  # it is never given
+            continue  # it can never occur
         if ">\n" in key:
-            raise ValueError(f"properties: {key!r} cannot be written in the words of this model")
+            raise ValueError(f"properties: {key!r} cannot be written in the format of this model")
         value = f"value_{number}_{i}"
         parts.append(f"({_quoted(f'<parameter={key}>' + chr(10))} {value}){'' if key in root['required'] else '?'}")
         rules += _value_rules(value, root, key, schema)
     if "properties" not in root:
-        more = f"more_{number}"
-        parts.append(f'("<parameter=" /[^>\\n]+/ ">\\n" {more})*')
-        rules.append(_json_rule(more, _standing(root, ("additionalProperties",), root["additionalProperties"])))
+        extra_value = f"more_{number}"
+        parts.append(f'("<parameter=" /[^>\\n]+/ ">\\n" {extra_value})*')
+        rules.append(
+            _json_rule(extra_value, _self_contained(root, ("additionalProperties",), root["additionalProperties"]))
+        )
     parts.append(_quoted(END_OF_CALL))
     return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
 
 
 def _value_rules(rule: str, root: JsonObject, name: str, schema: Any) -> list[str]:
     if (text := text_of(root, schema)) is None:
-        return [_json_rule(rule, _standing(root, ("properties", name), schema))]
-    ways = [_way(each) for each in text.schemas]
-    ways += [f'("null" {_quoted(END_OF_VALUE)})'] * text.may_be_null
-    return [f"{rule}[lazy]: {rule.upper()}", f"{rule.upper()}: {' | '.join(ways)}"]
+        return [_json_rule(rule, _self_contained(root, ("properties", name), schema))]
+    alternatives = [_string_rule(option) for option in text.schemas]
+    alternatives += [f'("null" {_quoted(END_OF_VALUE)})'] * text.may_be_null
+    return [f"{rule}[lazy]: {rule.upper()}", f"{rule.upper()}: {' | '.join(alternatives)}"]
 
 
 def _json_rule(rule: str, schema: Any) -> str:
-    schema = {} if schema is True else schema  # llguidance's own options need an object
+    schema = {} if schema is True else schema  # llguidance's options need an object
     if not isinstance(schema, dict):
-        raise ValueError(f"{json.dumps(schema)[:80]} is no schema of a value")
+        raise ValueError(f"{json.dumps(schema)[:80]} is not a schema of a value")
     return f"{rule}: %json {json.dumps(schema | {'x-guidance': SEPARATORS})} {_quoted(END_OF_VALUE)}"
 
 
-def _standing(root: JsonObject, path: tuple[str, ...], schema: Any) -> Any:
-    """The schema as one by itself: with the tool's parameters beside it where it refers to them."""
+def _self_contained(root: JsonObject, path: tuple[str, ...], schema: Any) -> Any:
+    """The schema as a self-contained one: includes the tool's parameters if it refers to them."""
     if '"$ref"' not in json.dumps(schema):
         return schema
-    inside = moved(root, ROOT)
-    return {"$ref": "#" + pointer((*ROOT, *path)), "$defs": {"arguments": inside}}
+    parameters = moved(root, ROOT)
+    return {"$ref": "#" + pointer((*ROOT, *path)), "$defs": {"arguments": parameters}}
 
 
-def _way(schema: JsonObject) -> str:
-    """A string of this schema and the end of its value, which stands nowhere before that."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if type(least) is not int or least < 0 or (most != "" and (type(most) is not int or most < least)):
-        raise ValueError(f"minLength {least!r}, maxLength {most!r}: no text has that length")
+def _string_rule(schema: JsonObject) -> str:
+    """Rule of a string of this schema followed by the end of its value, which does not occur before."""
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+    if (
+        type(shortest) is not int
+        or shortest < 0
+        or (longest != "" and (type(longest) is not int or longest < shortest))
+    ):
+        raise ValueError(f"minLength {shortest!r}, maxLength {longest!r}: no text has that length")
     end, conditions = _quoted(END_OF_VALUE), list(_conditions(schema))
-    length = f"/(.|\\n){{{least},{most}}}/" if least or most != "" else ANYTHING
+    length = f"/(.|\\n){{{shortest},{longest}}}/" if shortest or longest != "" else ANYTHING
     if conditions:
         conditions += [length] * (length != ANYTHING)
         return f"(((({') & ('.join(conditions)})) {end}) & ~({ANYTHING} {end} {SOMETHING}))"
-    if not least:
-        return f"({length} {end})"  # the first end is the last one, since the rule is lazy
-    # Cheaper than the above where the text may be long
-    return f"((/(.|\\n){{0,{most}}}/ {end}) & ~(/(.|\\n){{0,{least - 1}}}/ {end} {ANYTHING}))"
+    if not shortest:
+        return f"({length} {end})"  # the rule is lazy, so it stops at the first end
+    # Cheaper than the above for long texts
+    return f"((/(.|\\n){{0,{longest}}}/ {end}) & ~(/(.|\\n){{0,{shortest - 1}}}/ {end} {ANYTHING}))"
 
 
 def _conditions(schema: JsonObject) -> Iterator[str]:
@@ -236,7 +242,7 @@ def _conditions(schema: JsonObject) -> Iterator[str]:
 
 
 def search(pattern: Any) -> str | None:
-    """A regular expression of whole texts in which the pattern is found; None where an anchor is not at an end."""
+    """Regular expression of whole texts that contain the pattern; None if an anchor is not at an end."""
     if not isinstance(pattern, str):
         return None
     branches, depth = [list[str]()], 0
@@ -246,23 +252,23 @@ def search(pattern: Any) -> str | None:
             branches.append([])
         else:
             branches[-1].append(token)
-    whole = list[str]()
+    expressions = list[str]()
     for branch in branches:
         before, after = ("" if branch[:1] == ["^"] else ANY), ("" if branch[-1:] == ["$"] else ANY)
         inside = branch[not before : len(branch) - (not after)]
         if "^" in inside or "$" in inside:
             return None
-        whole.append(f"{before}({''.join(inside)}){after}")
-    return _in_slashes("|".join(whole))
+        expressions.append(f"{before}({''.join(inside)}){after}")
+    return _in_slashes("|".join(expressions))
 
 
 def _in_slashes(expression: str) -> str:
-    """As it stands between slashes in Lark: on one line."""
+    """Escape an expression for Lark's slashes, in one line."""
     return re.sub(r"\\(.)|/|\n", _escaped, expression, flags=re.DOTALL)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
+def _escaped(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 
 def _quoted(text: str) -> str:
@@ -273,23 +279,23 @@ def _quoted(text: str) -> str:
 
 
 def read_call(text: str, tools: Mapping[str, JsonObject]) -> Called | None:
-    """The call that the text begins with; None where it is not whole. Raises ValueError for what is no call."""
-    if not (text.startswith("<function=") and (place := text.find(">\n")) >= 0):
+    """The call at the beginning of the text; None if it is incomplete. Raises ValueError for other text."""
+    if not (text.startswith("<function=") and (position := text.find(">\n")) >= 0):
         raise ValueError("no name of a function")
-    name, place = text[len("<function=") : place], place + 2
+    name, position = text[len("<function=") : position], position + 2
     root, values = tools.get(name, {}), dict[str, str]()
     schemas = properties_of(root)
-    while not text.startswith(END_OF_CALL, place):
-        middle = text.find(">\n", place)
-        if not text.startswith("<parameter=", place) or middle < 0:
+    while not text.startswith(END_OF_CALL, position):
+        name_end = text.find(">\n", position)
+        if not text.startswith("<parameter=", position) or name_end < 0:
             raise ValueError("no parameter")
-        if (end := text.find(END_OF_VALUE, middle + 2)) < 0:
+        if (end := text.find(END_OF_VALUE, name_end + 2)) < 0:
             return None
-        key = text[place + len("<parameter=") : middle]
-        values[key] = _as_json(text[middle + 2 : end], text_of(root, schemas.get(key)))
-        place = end + len(END_OF_VALUE)
-    shown = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
-    return Called(name, "{" + shown + "}", place + len(END_OF_CALL))
+        key = text[position + len("<parameter=") : name_end]
+        values[key] = _as_json(text[name_end + 2 : end], text_of(root, schemas.get(key)))
+        position = end + len(END_OF_VALUE)
+    arguments = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
+    return Called(name, "{" + arguments + "}", position + len(END_OF_CALL))
 
 
 def _as_json(text: str, kind: RawString | None) -> str:

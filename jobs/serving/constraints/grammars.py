@@ -1,7 +1,7 @@
-"""Grammars of requests, compiled beside the engine: each is tried first in a process that can be killed.
+"""Grammars of requests: each is first compiled in a separate process that can be killed.
 
-Some take minutes and gigabytes to compile, and no library can be told to stop. The process has seconds of a CPU and a
-bound of memory for each; what outlives it is compiled again here, in as many seconds, while other threads run.
+Some grammars take minutes and gigabytes to compile, and the library cannot be interrupted. The process has a few CPU
+seconds and limited memory for each. A grammar that compiles there is compiled again here, while other threads run.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from blockpilot.pairs.loading import Pair
 from jobs.serving.constraints.tools import Family, Tool, grammar_of, opened
 from jobs.serving.fields import ApiError
 
-CPU_S = 2  # of compiling one grammar
-PATIENCE_S = 60.0  # on a busy machine: the process ends itself when it has had its seconds of a CPU
+CPU_S = 2  # per grammar
+PATIENCE_S = 60.0  # wall time on a busy machine; the CPU limit ends the process itself
 START_S = 60.0
 MAX_WAITING, MAX_KEPT, MAX_KEPT_BYTES = 8, 64, 2**28
-MAX_STALLS = 2  # tools of a request that may be too much for the process; any later one is opened untried
+MAX_STALLS = 2  # tools of a request that may exceed the limits; later ones are loosened without a trial
 log = logging.getLogger("ray.serve.blockpilot")
 
 
 class Calls(NamedTuple):
-    """Calls that a request asks for, or allows: what a grammar is made of."""
+    """Tool calls that a request requires or allows."""
 
     family: Family
     tools: tuple[Tool, ...]
     must_call: bool
     parallel: bool
     otherwise: Grammar | None = None
-    """A JSON text that the answer may be in place of calls; None for free text."""
+    """Grammar of a JSON text that may replace the calls; None for free text."""
 
     @property
     def source(self) -> str:
@@ -48,14 +48,14 @@ class Calls(NamedTuple):
 
 
 class CompiledStructure(NamedTuple):
-    """What a text must match, compiled; the tools that it may call are those that the grammar follows."""
+    """Compiled grammar of a text, and the tools as the grammar follows them."""
 
     compiled: CompiledGrammar
     tools: tuple[Tool, ...] = ()
 
 
 class Grammars:
-    """Compiled grammars of a pair, up to `max_bytes` of the latest kept; `cpu_s` bounds the compilation of each."""
+    """Compiler of grammars for a pair, with a cache of `max_bytes`; `cpu_s` limits each compilation."""
 
     def __init__(
         self, pair: Pair, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S, max_bytes: int = MAX_KEPT_BYTES
@@ -64,57 +64,61 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, "grammars")  # one at a time
         self._kept = Kept(max_bytes)
         self._num_waiting = 0
-        self._compiler: GrammarCompiler | None = None  # a second's work, made when it is first asked for
+        self._compiler: GrammarCompiler | None = None  # built at the first use, since it takes a second
         self._trial: subprocess.Popen[bytes] | None = None
 
-    async def compile(self, asked: Grammar | Calls) -> CompiledStructure:
-        """Raises GrammarError for one that is wrong or takes too much to compile.
+    async def compile(self, structure: Grammar | Calls) -> CompiledStructure:
+        """Compile a grammar or tool calls; raises GrammarError if it is invalid or takes too much to compile.
 
-        Raises ApiError 429 where too many wait, 503 where the machine is too busy to say.
+        Raises ApiError 429 if too many wait, 503 if the machine is too busy.
         """
-        key = (type(asked).__name__, asked.source, getattr(asked, "kind", None), getattr(asked, "white_space", None))
-        if (found := self._kept.get(key)) is None:
+        key = (
+            type(structure).__name__,
+            structure.source,
+            getattr(structure, "kind", None),
+            getattr(structure, "white_space", None),
+        )
+        if (result := self._kept.get(key)) is None:
             if self._num_waiting >= MAX_WAITING:
                 raise ApiError(429, f"{MAX_WAITING} grammars are being compiled; try again", code="queue_full")
             self._num_waiting += 1
             try:
-                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, key, asked)
+                result = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, key, structure)
             finally:
                 self._num_waiting -= 1
-        if isinstance(found, str):
-            raise GrammarError(found)  # a new one: a raised error keeps what its request held
-        return found
+        if isinstance(result, str):
+            raise GrammarError(result)  # a new error each time: a raised one keeps its traceback alive
+        return result
 
     def close(self) -> None:
-        """End the process, and what is being compiled in it."""
+        """End the trial process and the thread."""
         self._end_trial()
         self._thread.shutdown(wait=False)
 
     # --- on the thread ---
 
-    def _make(self, key: "Key", asked: Grammar | Calls) -> CompiledStructure | str:
-        """Compile a grammar, or say why not."""
-        if (found := self._kept.get(key)) is not None:  # by whoever waited before
-            return found
+    def _make(self, key: "Key", structure: Grammar | Calls) -> CompiledStructure | str:
+        """Compile a grammar; returns the reason as a string if it fails."""
+        if (result := self._kept.get(key)) is not None:  # compiled while this one waited
+            return result
         num_bytes = 0
         try:
             pair = self._pair
             self._compiler = self._compiler or GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
-            if isinstance(asked, Calls):
-                grammar, tools, num_bytes = self._fit(asked)
+            if isinstance(structure, Calls):
+                grammar, tools, num_bytes = self._fit(structure)
             else:
-                grammar, tools, num_bytes = asked, (), self._try(asked)
-            found = CompiledStructure(self._compiler.compile(grammar), tools)
+                grammar, tools, num_bytes = structure, (), self._try(structure)
+            result = CompiledStructure(self._compiler.compile(grammar), tools)
         except GrammarError as error:
-            found = str(error)
-        self._kept.put(key, found, num_bytes + len(asked.source))
-        return found
+            result = str(error)
+        self._kept.put(key, result, num_bytes + len(structure.source))
+        return result
 
     def _fit(self, calls: Calls) -> tuple[Grammar, tuple[Tool, ...], int]:
-        """The grammar of calls, its tools as it follows them, and its bytes.
+        """The grammar of calls, its tools as the grammar follows them, and its bytes.
 
-        A keyword that it cannot follow is an error in a tool that is strict, or whose call is demanded. Others lose
-        it.
+        A keyword that no grammar can follow is an error in a strict tool or with must_call, and dropped otherwise.
         """
         tools, num_stalls = list[Tool](), 0
         for tool in calls.tools:
@@ -145,7 +149,7 @@ class Grammars:
         return grammar, tuple(tools), self._try(grammar)
 
     def _try(self, grammar: Grammar) -> int:
-        """Bytes of a compiled grammar; raises GrammarError where the process refuses it, or does not survive it."""
+        """Bytes of a compiled grammar; raises GrammarError if the process refuses it or exceeds its limits."""
         answer = self._ask(["grammar", *grammar])
         if answer is None:
             raise GrammarError(f"grammar: {self._too_much}")
@@ -158,9 +162,9 @@ class Grammars:
         return f"it takes more than {self._cpu_s} s, or too much memory, to compile"
 
     def _ask(self, question: list[object]) -> dict[str, Any] | None:
-        """The process's answer; None where the question was too much for it.
+        """The process's answer; None if the question exceeded its limits.
 
-        Raises ApiError 503 where it has not had its time: the next request may have more luck.
+        Raises ApiError 503 if the machine was too busy, so that the next request may succeed.
         """
         if self._trial is None or self._trial.poll() is not None:
             self._trial = self._start_trial()
@@ -170,7 +174,7 @@ class Grammars:
             return answer
         status = _status(trial)
         self._end_trial()
-        if status is None or status == -signal.SIGKILL:  # too slow, or ended by somebody else
+        if status is None or status == -signal.SIGKILL:  # too slow, or killed from outside
             raise ApiError(503, "the machine is too busy to compile a grammar; try again", code="unavailable")
         return None
 
@@ -199,7 +203,7 @@ Key = tuple[str, str, str | None, str | None]
 
 
 class Kept:
-    """The latest results, for several threads: at most MAX_KEPT and `max_bytes`. A string says what is wrong."""
+    """Thread-safe LRU cache of results, at most MAX_KEPT and `max_bytes`. A string is the error of a grammar."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
@@ -222,7 +226,7 @@ class Kept:
 
 
 def _answer(process: "subprocess.Popen[bytes]", question: list[object], patience_s: float) -> dict[str, Any] | None:
-    """The answer to one line of JSON; None where there is none in time."""
+    """The answer to one line of JSON; None if there is none in time."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -237,7 +241,7 @@ def _answer(process: "subprocess.Popen[bytes]", question: list[object], patience
 
 
 def _status(process: "subprocess.Popen[bytes]") -> int | None:
-    """How a process ended whose output has; None for one that goes on."""
+    """Exit status of a process whose output has ended; None if it still runs."""
     try:
         return process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""Tool calls in the words of each family of chat templates: the grammar of a call, and the calls in a text.
+"""Tool calls in the format of each family of chat templates: grammars, and a parser of calls in a text.
 
-Hermes (Qwen3, and templates that know no tools): <tool_call> around {"name": ..., "arguments": ...}. Llama 3.1: the
-answer is {"name": ..., "parameters": ...}. Qwen3-Coder: <function=...> and <parameter=...> inside <tool_call>.
+Hermes (Qwen3, and templates without tools): <tool_call> around {"name": ..., "arguments": ...}. Llama 3.1: the answer
+is {"name": ..., "parameters": ...}. Qwen3-Coder: <function=...> and <parameter=...> inside <tool_call>.
 """
 
 import json
@@ -20,7 +20,7 @@ Family = Literal["hermes", "llama", "coder"]
 ARGUMENTS = {"hermes": "arguments", "llama": "parameters"}
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
 HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
-MAX_HEAD = 256  # characters of it: names have at most 64
+MAX_HEAD = 256  # characters; names have at most 64
 PREAMBLE = (
     "# Tools\n\nYou may call one or more functions to assist with the user query. Their signatures are within"
     " <tools></tools>:\n<tools>\n{tools}\n</tools>\n\nFor each call, return a json object with its name and arguments"
@@ -31,7 +31,7 @@ PREAMBLE = (
 class Tool(NamedTuple):
     """A function that a model may call, and the JSON Schema of its arguments.
 
-    If the schema has keywords that no grammar can enforce, a strict tool is refused; of another one they are dropped.
+    A strict tool is refused if its schema has keywords that no grammar can enforce; otherwise they are dropped.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Tool(NamedTuple):
 
 
 class CallDelta(NamedTuple):
-    """What a piece of text adds: to the content, or to call `number`, whose first delta has its name and id."""
+    """Addition to the content, or to call `number`, whose first delta has its name and id."""
 
     content: str = ""
     number: int = -1
@@ -48,7 +48,7 @@ class CallDelta(NamedTuple):
     arguments: str = ""
 
     def as_json(self) -> JsonObject:
-        """A call's part of OpenAI's delta."""
+        """Entry of `tool_calls` in OpenAI's delta."""
         function: JsonObject = {"arguments": self.arguments}
         if self.name is None:
             return {"index": self.number, "function": function}
@@ -57,7 +57,7 @@ class CallDelta(NamedTuple):
 
 
 def whole_calls(deltas: Sequence[CallDelta]) -> list[JsonObject]:
-    """OpenAI's tool_calls of a whole message."""
+    """`tool_calls` of OpenAI's complete message."""
     calls = [delta.as_json() for delta in deltas if delta.name is not None]
     for call in calls:
         arguments = (delta.arguments for delta in deltas if delta.number == call["index"])
@@ -67,7 +67,7 @@ def whole_calls(deltas: Sequence[CallDelta]) -> list[JsonObject]:
 
 
 def family_of(chat_template: str | None) -> Family:
-    """By what its template writes."""
+    """Family of a chat template, by the tags that it writes."""
     template = chat_template or ""
     if "<function=" in template:
         return "coder"
@@ -84,15 +84,15 @@ def knows_tools(chat_template: str | None) -> bool:
 def grammar_of(
     family: Family, tools: Sequence[Tool], *, must_call: bool, parallel: bool, otherwise: Grammar | None = None
 ) -> Grammar:
-    """Texts with calls of these tools.
+    """Grammar of texts with calls of these tools.
 
-    Unless one must be called, there is free text before and after them; or the text is `otherwise`, a JSON text, or
-    calls. Raises ValueError, naming the tool, for parameters that no call can have.
+    Without must_call, free text may surround the calls, or, with `otherwise`, the text is calls or that JSON text.
+    Raises ValueError, naming the tool, for parameters that no call can have.
     """
     rules = [_call_rules(family, i, tool) for i, tool in enumerate(tools)]
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
-    more = "(" + _text("\n") + " call)*" if parallel and family != "llama" else ""
-    only_calls = f"{'' if family == 'llama' else _text(OPEN)} body {more}\ncall: {_text(OPEN)} body"
+    further_calls = "(" + _text("\n") + " call)*" if parallel and family != "llama" else ""
+    only_calls = f"{'' if family == 'llama' else _text(OPEN)} body {further_calls}\ncall: {_text(OPEN)} body"
     if must_call:
         start = f"start: {only_calls}"
     elif otherwise is not None:
@@ -102,20 +102,22 @@ def grammar_of(
     elif family == "llama":
         start = "start: body | FREE\nFREE: /[^{](.|\\n)*/"
     else:
-        many = "*" if parallel else "?"
-        start = f"start: begun{many} TEXT\nbegun: opened body\nopened[lazy]: TEXT {_text(OPEN)}\nTEXT: /(.|\\n)*/"
+        quantifier = "*" if parallel else "?"
+        start = (
+            f"start: begun{quantifier} TEXT\nbegun: opened body\nopened[lazy]: TEXT {_text(OPEN)}\nTEXT: /(.|\\n)*/"
+        )
     return Grammar("lark", "\n".join(["%llguidance {}", start, f"body: {calls}", *rules]))
 
 
 def arguments_schema(parameters: JsonObject) -> JsonObject:
-    """The schema of a call's arguments, an object; raises ValueError for parameters that are none."""
+    """Schema of a call's arguments, an object; raises ValueError for parameters of another type."""
     schema = prepared(parameters)
-    found = resolved(schema, schema)
-    types = found.get("type", "object") if isinstance(found, dict) else "object"
+    target = resolved(schema, schema)
+    types = target.get("type", "object") if isinstance(target, dict) else "object"
     if types != "object" and "object" not in (types if isinstance(types, list) else ()):
         raise ValueError(f'type: {json.dumps(types)}; parameters are an "object"')
-    # A `$ref` keeps no other keyword beside it: llguidance refuses that where the reference is circular
-    return schema if found is not schema and "type" in found else schema | {"type": "object"}
+    # No other keyword beside a `$ref`: llguidance refuses that for circular references
+    return schema if target is not schema and "type" in target else schema | {"type": "object"}
 
 
 def _call_rules(family: Family, number: int, tool: Tool) -> str:
@@ -149,10 +151,10 @@ def _text(text: str) -> str:
 
 
 class CallReader:
-    """Content and calls of a text as it comes; arguments in JSON are handed on as they come.
+    """Streaming parser of content and tool calls; arguments in JSON are streamed.
 
-    Of a call that is cut no character of its name or arguments is lost: it has the arguments that there are, or where
-    even its name is not whole, and in Qwen3-Coder's words, it is content as it was written.
+    An interrupted call loses no text: it has partial arguments, or is returned as content if its name is incomplete
+    or its format is Qwen3-Coder's.
     """
 
     def __init__(self, family: Family, tools: Sequence[Tool]) -> None:
@@ -161,20 +163,20 @@ class CallReader:
         self._closing = "}" if family == "llama" else "}" + CLOSE
         self._held, self._state = "", "content"
         self._begun = False
-        self._searched = 0  # of what is held: no call in Qwen3-Coder's words ends there
+        self._searched = 0  # of the held text: no call in Qwen3-Coder's format ends there
         self._value = JsonEnd()
         self.num_calls = 0
         self.last_begins = 0
-        """Where in the whole text the last call begins, if there is one."""
+        """Offset of the last call in the whole text, if there is one."""
         self._num_characters = 0  # of the text so far
 
     @property
     def is_whole(self) -> bool:
-        """True if there are calls, and the last one has not been cut."""
+        """True if there are calls and the last one is complete."""
         return self.num_calls > 0 and self._state == "content"
 
     def push(self, text: str, *, is_last: bool = False) -> list[CallDelta]:
-        """What the text adds; with is_last also what was held back."""
+        """Parse more text; with is_last also the text that was held back."""
         self._held += text
         self._num_characters += len(text)
         deltas = list[CallDelta]()
@@ -186,7 +188,7 @@ class CallReader:
         return [delta for delta in deltas if delta != CallDelta()]
 
     def _next(self, is_last: bool) -> CallDelta | None:
-        """The next delta; None where more text is needed."""
+        """The next delta; None if more text is needed."""
         if self._state == "content":
             return self._content(is_last)
         if self._state == "head":
@@ -194,34 +196,34 @@ class CallReader:
         return self._arguments() if self._state == "arguments" else self._close()
 
     def _content(self, is_last: bool) -> CallDelta | None:
-        place = self._held.find(self._opening)
-        if self._family == "llama" and (self._begun or place > 0):
-            place = -1  # only the whole answer is a call
-        if place >= 0:
-            self.last_begins = self._num_characters - len(self._held) + place
-            shown, self._held = self._held[:place], self._held[place:]
+        start = self._held.find(self._opening)
+        if self._family == "llama" and (self._begun or start > 0):
+            start = -1  # only a whole answer is a call
+        if start >= 0:
+            self.last_begins = self._num_characters - len(self._held) + start
+            content, self._held = self._held[:start], self._held[start:]
             self._held = self._held if self._family == "llama" else self._held.removeprefix(OPEN)
             self._state, self._searched = "head", 0
-            return CallDelta(shown.rstrip("\n") if self.num_calls else shown)
-        kept = 0 if is_last else _overlap(self._held, self._opening)
-        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        self._begun |= bool(shown)
-        return CallDelta("" if self.num_calls and not shown.strip() else shown) if shown else None
+            return CallDelta(content.rstrip("\n") if self.num_calls else content)
+        num_held = 0 if is_last else _overlap(self._held, self._opening)
+        content, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
+        self._begun |= bool(content)
+        return CallDelta("" if self.num_calls and not content.strip() else content) if content else None
 
     def _head(self) -> CallDelta | None:
-        if (found := HEAD.match(self._held)) is None:
+        if (head := HEAD.match(self._held)) is None:
             return self._no_call() if len(self._held) > MAX_HEAD else None
-        self._held, self._state, self._value = self._held[found.end() :], "arguments", JsonEnd()
+        self._held, self._state, self._value = self._held[head.end() :], "arguments", JsonEnd()
         self.num_calls += 1
-        return CallDelta(number=self.num_calls - 1, name=str(json.loads(found[1])))
+        return CallDelta(number=self.num_calls - 1, name=str(json.loads(head[1])))
 
     def _arguments(self) -> CallDelta | None:
         if not self._held:
             return None
         end = self._value.find(self._held)
-        shown, self._held = self._held[:end], self._held[end:]
+        arguments, self._held = self._held[:end], self._held[end:]
         self._state = "closing" if self._value.is_over else "arguments"
-        return CallDelta(number=self.num_calls - 1, arguments=shown)
+        return CallDelta(number=self.num_calls - 1, arguments=arguments)
 
     def _close(self) -> CallDelta | None:
         if not self._held.startswith(self._closing) and self._closing.startswith(self._held):
@@ -233,14 +235,14 @@ class CallReader:
     def _coder_call(self) -> CallDelta | None:
         while (end := self._held.find(END_OF_CALL, self._searched)) >= 0:
             try:
-                found = read_call(self._held[: end + len(END_OF_CALL)], self._tools)
+                call = read_call(self._held[: end + len(END_OF_CALL)], self._tools)
             except ValueError:
                 return self._no_call()
-            if found is not None:
-                self._held, self._state = self._held[found.end :], "content"
+            if call is not None:
+                self._held, self._state = self._held[call.end :], "content"
                 self.num_calls += 1
-                return CallDelta(number=self.num_calls - 1, name=found.name, arguments=found.arguments)
-            self._searched = end + 1  # it stands in a value
+                return CallDelta(number=self.num_calls - 1, name=call.name, arguments=call.arguments)
+            self._searched = end + 1  # this end is inside a value
         self._searched = max(self._searched, len(self._held) - len(END_OF_CALL) + 1)
         return None
 
@@ -253,14 +255,14 @@ class CallReader:
 
 
 class JsonEnd:
-    """Search for the end of a JSON object or list, piece by piece."""
+    """Incremental search for the end of a JSON object or list."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self.is_over = False
 
     def find(self, text: str) -> int:
-        """Length of the part of this piece that belongs to the value."""
+        """Length of the beginning of `text` that belongs to the value."""
         for i, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._is_escaped or char != '"'
@@ -276,7 +278,7 @@ class JsonEnd:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `mark`."""
+    """Length of the longest suffix of `text` that is a prefix of `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
@@ -284,34 +286,34 @@ def _overlap(text: str, mark: str) -> int:
 
 
 def in_words(messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[JsonObject]:
-    """Messages for a template that knows no tools: definitions, calls and results as text, as Hermes has them."""
-    found = list[JsonObject]()
+    """Messages for a template without tools: definitions, calls and results as text in the Hermes format."""
+    text_messages = list[JsonObject]()
     if tools:
-        found.append({"role": "system", "content": PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))})
+        text_messages.append({"role": "system", "content": PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))})
     for message in messages:
         content = message.get("content") or ""
-        if message["role"] == "system" and found and found[0]["role"] == "system":
-            found[0]["content"] = f"{content}\n\n{found[0]['content']}"
+        if message["role"] == "system" and text_messages and text_messages[0]["role"] == "system":
+            text_messages[0]["content"] = f"{content}\n\n{text_messages[0]['content']}"
         elif message["role"] == "tool":
-            found.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+            text_messages.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
         else:
             calls = [OPEN + json.dumps(call["function"]) + CLOSE for call in message.get("tool_calls", ())]
             content = "\n".join([content] * bool(content or not calls) + calls)
-            found.append({"role": message["role"], "content": content})
-    return found
+            text_messages.append({"role": message["role"], "content": content})
+    return text_messages
 
 
 class FittedTool(NamedTuple):
-    """A tool that a grammar follows, and the places of the keywords that it lacks therefore."""
+    """A tool that a grammar can follow, and the paths of the dropped keywords."""
 
     tool: Tool
     dropped: tuple[str, ...] = ()
 
 
 def fitted(family: Family, tool: Tool, exact: bool) -> FittedTool:
-    """The tool as a grammar can follow it; raises ValueError, naming it, for a keyword that has to be dropped.
+    """The tool as a grammar can follow it.
 
-    exact: nothing may be dropped.
+    exact: raise ValueError, naming the tool, if a keyword would have to be dropped.
     """
     wrong = _wrong_with(family, tool)
     if not wrong:
@@ -319,20 +321,20 @@ def fitted(family: Family, tool: Tool, exact: bool) -> FittedTool:
     looser, dropped = _looser(family, tool)
     if exact:
         named = f": no grammar can enforce {', '.join(dropped[:3])}" if dropped else ""
-        reason = wrong.removeprefix(f"tool {tool.name!r}: ").partition("\n")[0]  # then the grammar's own lines
+        reason = wrong.removeprefix(f"tool {tool.name!r}: ").partition("\n")[0]  # without the lines of the grammar
         raise ValueError(f"tool {tool.name!r}{named} ({reason})")
     return FittedTool(looser, dropped)
 
 
 def opened(tool: Tool) -> Tool:
-    """The tool with any object of parameters; those that it names may be given."""
+    """The tool with parameters that may be any object, with the names of its properties."""
     properties = tool.parameters.get("properties")
     names = dict.fromkeys(properties, JsonObject()) if isinstance(properties, dict) else {}
     return tool._replace(parameters={"type": "object"} | ({"properties": names} if names else {}))
 
 
 def _wrong_with(family: Family, tool: Tool) -> str:
-    """What no grammar follows in a tool; "" for nothing."""
+    """Reason why no grammar can follow a tool; "" if one can."""
     try:
         schema = arguments_schema(tool.parameters)
         check_exact(schema)
@@ -343,7 +345,7 @@ def _wrong_with(family: Family, tool: Tool) -> str:
 
 def _looser(family: Family, tool: Tool) -> FittedTool:
     try:
-        schema, dropped = _of_object(tool.parameters)
+        schema, dropped = _object_schema(tool.parameters)
         looser = loosened(schema)
         schema, dropped = looser.schema, dropped + looser.dropped
         if family == "coder":
@@ -357,9 +359,9 @@ def _looser(family: Family, tool: Tool) -> FittedTool:
     return FittedTool(looser_tool, dropped)
 
 
-def _of_object(parameters: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
+def _object_schema(parameters: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
     try:
         return arguments_schema(parameters), ()
     except ValueError:
-        others = {key: value for key, value in parameters.items() if key != "type"}
-        return arguments_schema(others), ("type",)
+        untyped = {key: value for key, value in parameters.items() if key != "type"}
+        return arguments_schema(untyped), ("type",)

@@ -1,8 +1,8 @@
-"""Process that tries to compile grammars (grammars.py), within seconds of a CPU and a bound of memory.
+"""Trial process that compiles grammars (grammars.py) with limits of CPU time and memory.
 
-Reads lines of JSON: first the tokenizer, its vocabulary's size, its stop tokens and the seconds; then questions, each
-a grammar, or a tool whose parameters one is to follow. Answers each by a line of JSON, an object whose `wrong` is ""
-or what is wrong. It imports no torch, and ends with its input.
+Reads lines of JSON: first the tokenizer, vocabulary size, stop tokens and CPU seconds; then questions, each a
+grammar, or a tool whose parameters a grammar should follow. Answers each with one line of JSON, an object whose
+`wrong` is "" or the error. It does not import torch, and ends with its input.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ from llguidance import LLMatcher, LLTokenizer
 from blockpilot.constraints.grammar import Grammar, complaint, limits
 from jobs.serving.constraints.tools import Tool, fitted, grammar_of, opened
 
-MEMORY_BYTES = 4 * 2**30  # of addresses
-STACK_BYTES = 2**22  # a quarter of what the replica's threads have, on which the same is compiled again
+MEMORY_BYTES = 4 * 2**30  # of address space
+STACK_BYTES = 2**22  # a quarter of the stack of the replica's threads, which compile the grammar again
 
 
 def main() -> None:
-    """Answer on a thread whose stack is of that size, whatever the shell's limit is."""
+    """Answer on a thread with this stack size, independent of the shell's limit."""
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=answer_all)
     thread.start()
@@ -42,7 +42,8 @@ def answer_all() -> None:
     print(json.dumps({"wrong": ""}), flush=True)
     for line in sys.stdin:
         until = int(time.process_time()) + cpu_s + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))  # the system ends it then
+        # The system kills the process at this limit.
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
         kind, *question = json.loads(line)
         answer = tried(Grammar(*question), tokenizer) if kind == "grammar" else tool_answer(tokenizer, *question)
         print(json.dumps(answer), flush=True)
@@ -51,21 +52,21 @@ def answer_all() -> None:
 def tool_answer(
     tokenizer: LLTokenizer, family: Any, name: str, parameters: dict[str, Any], strict: bool, exact: bool
 ) -> dict[str, Any]:
-    """The parameters that a grammar can follow, and what is dropped of them; exact: nothing may be."""
+    """The parameters that a grammar can follow, and the dropped keywords; exact: nothing may be dropped."""
     tool = Tool(name, parameters, strict)
     try:
-        found, dropped = fitted(family, tool, exact)
-        wrong = tried(grammar_of(family, [found], must_call=True, parallel=False), tokenizer)["wrong"]
+        fitted_tool, dropped = fitted(family, tool, exact)
+        wrong = tried(grammar_of(family, [fitted_tool], must_call=True, parallel=False), tokenizer)["wrong"]
     except ValueError as error:
         return {"wrong": str(error)}
     if wrong and exact:
         return {"wrong": f"tool {name!r}: {wrong}"}
-    found, dropped = (opened(tool), ("parameters",)) if wrong else (found, dropped)
-    return {"wrong": "", "parameters": found.parameters, "dropped": dropped}
+    fitted_tool, dropped = (opened(tool), ("parameters",)) if wrong else (fitted_tool, dropped)
+    return {"wrong": "", "parameters": fitted_tool.parameters, "dropped": dropped}
 
 
 def tried(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
-    """The first line of what is wrong with a grammar, and its bytes when compiled; also computes its first mask."""
+    """The first line of a grammar's error, and its bytes when compiled; also computes its first mask."""
     before = _num_bytes()
     try:
         matcher = LLMatcher(tokenizer, grammar.compiled_from(), log_level=0, limits=limits())
@@ -78,8 +79,8 @@ def tried(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
 
 
 def _num_bytes() -> int:
-    """Memory of this process that is in use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: gives back what is free
+    """Resident memory of this process."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: returns free memory
     if trim is not None:
         trim(0)
     statm = Path("/proc/self/statm")

@@ -139,7 +139,7 @@ class Evaluator:
             m: Engine(self._pair_of(m), num_slots=num_slots, max_length=max_length, policy=self._prompt_policy(m))
             for m in self.methods
         }
-        self._warm_controllers = [self._warmed_up(parity) for parity in range(2)]
+        self._adapted = [self._warmed_up(parity) for parity in range(2)]
         self._reset()
         methods = [method for method in self.methods if method != ORACLE]
         if pair.target.device.type == "cuda":  # CUDA graphs are captured at the first use of a shape
@@ -178,7 +178,7 @@ class Evaluator:
 
     def _reset(self, group: int | None = None) -> None:
         """Reset the controllers to their state before `group`; None: to their state before any decoding."""
-        warmed_up = {} if group is None else self._warm_controllers[group % 2]
+        warmed_up = {} if group is None else self._adapted[group % 2]
         for method, engine in self._engines.items():
             engine.controller = deepcopy(warmed_up[method]) if method in warmed_up else self._controller(method)
 

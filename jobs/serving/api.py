@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
 from jobs.serving.clients import NO_KEYS, ApiKeys, has_room
-from jobs.serving.fields import ApiError, short
+from jobs.serving.fields import ApiError, short, shutting_down
 from jobs.serving.schema import Body, ChatRequest, CompletionRequest, Objects, parse
 
 STATUS_PATIENCE_S = 3.0
@@ -91,7 +91,7 @@ class Api:
     def cut(self) -> None:
         """End all open requests, streams with an error event."""
         for watch in self._open:
-            watch.deadline.cut(_shutting_down())
+            watch.deadline.cut(shutting_down())
 
     def find(self, name: str) -> tuple[str, Model]:
         """A model's main name, and the model; raises ApiError 404."""
@@ -108,7 +108,7 @@ class Api:
         watch = _Watch(self._open, self.on_exchange, kind.path, client, deadline)
         try:
             if self.draining:
-                raise _shutting_down()
+                raise shutting_down()
             if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, "content-type: must be application/json", code="unsupported_media_type")
             self._check_room(client)
@@ -253,10 +253,6 @@ class _EventStream(StreamingResponse):
 
 def _event(data: Mapping[str, object]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 async def _body(http: HttpRequest, limit: int) -> bytes:

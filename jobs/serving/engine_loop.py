@@ -20,7 +20,7 @@ from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 from jobs.serving.clients import FairQueue, has_room
-from jobs.serving.fields import ApiError
+from jobs.serving.fields import ApiError, shutting_down
 
 MAX_FAILURES = 3  # consecutive failed steps, after which the loop is unhealthy
 STALL_S = 120.0  # a longer step makes the loop unhealthy until it ends
@@ -37,10 +37,6 @@ def on_passing_thread(work: Callable[[], Result]) -> Result:
     """
     with ThreadPoolExecutor(1, "passing") as pool:
         return pool.submit(work).result()
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def _lost(error: Exception) -> ApiError:
@@ -106,7 +102,7 @@ class EngineLoop:
         self._open.add(stream)
         if self._closed:
             self._open.discard(stream)
-            raise _shutting_down()
+            raise shutting_down()
         self._work.put(partial(self._add, stream))
         return stream
 
@@ -142,7 +138,7 @@ class EngineLoop:
         finally:
             self._closed = True
             for stream in list(self._open):
-                stream._put(_shutting_down())
+                stream._put(shutting_down())
 
     def _advance(self) -> None:
         """Do the queued work, then one step; if the engine is idle, wait for work."""

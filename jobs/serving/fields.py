@@ -37,6 +37,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def shutting_down() -> ApiError:
+    """Error for requests to a server that is shutting down."""
+    return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
 _BRIEF = Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 

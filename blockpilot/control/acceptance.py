@@ -86,9 +86,7 @@ class Expected(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Choices of N slots after P choices each, [N * P, k]: the draft's scores and acceptance probabilities, on the
-    host.
-    """
+    """Choices of N slots after P choices each, [N * P, k]: scores and acceptance probabilities, on the host."""
 
     scores: Array
     log_probs: Array
@@ -164,9 +162,7 @@ class AcceptanceModel:
     # --- before the draft ---
 
     def follow(self, paths: Paths) -> Paths:
-        """Paths with their expected gains, cut where the probability falls below LEAST_REACHED. RuntimeError
-        without C.
-        """
+        """Paths with their expected gains, cut below the probability LEAST_REACHED. RuntimeError without C."""
         sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, LEAST_REACHED)
         return paths._replace(sizes=sizes, gains=gains)
 
@@ -246,9 +242,7 @@ class AcceptanceModel:
         self.choices.learn(inputs, observed.drawn, observed.right, inputs[:, 0])
 
     def learn_paths(self, inputs: Array, drawn: Array, right: Array) -> None:
-        """Learn from verified path tokens [M] below accepted nodes: inputs [M, len(OF_PATH)], which were drawn [M],
-        and which were accepted, right [M].
-        """
+        """Learn from verified path tokens [M] below accepted nodes: inputs [M, len(OF_PATH)], drawn and right [M]."""
         self._unlearned_paths.append((inputs, drawn, right))
         if len(self._unlearned_paths) >= LEARN_EVERY:
             self.paths.learn(*map(np.concatenate, zip(*self._unlearned_paths, strict=True)))

@@ -20,8 +20,7 @@ Array = NDArray[Any]
 
 
 class RowPlan(NamedTuple):
-    """Tokens per second of a batch of one kind of row, and the seconds that drafting saves a row; for K kinds [K,
-    ...].
+    """Tokens per second of a batch of one kind of row, and seconds that drafting saves a row; for K kinds [K, ...].
 
     saved_s [1 + D] by the depth that the row drafts: net of the cost of drafted positions and verified nodes, without
     the launch cost of the draft.

@@ -60,8 +60,7 @@ class Controller:
     """Chooses the depths and nodes that maximise tokens per second.
 
     price: step cost, by default NOMINAL. Unless `follows` is False, a measured step cost is updated from the engine's
-    steps. Steps of one kind, plain or drafting, do not measure the other, so after PROBE_EVERY of them one is a
-    probe.
+    steps. Steps of one kind, plain or drafting, do not measure the other: one in PROBE_EVERY is a probe.
     """
 
     def __init__(self, model: AcceptanceModel, price: StepPrice | None = None, *, follows: bool = True) -> None:
@@ -124,8 +123,7 @@ class Controller:
         return drafting.depths
 
     def _explore(self, depths: Array, deepest: Array) -> None:
-        """In one of EXPLORE_EVERY drafting steps, let one row draft to its maximum depth: keeps deep means up to
-        date.
+        """One in EXPLORE_EVERY drafting steps: one row drafts to its maximum depth, to keep deep means up to date.
 
         Not for a sequential draft, which takes a pass for each depth.
         """
@@ -152,9 +150,7 @@ class Controller:
         self._grown = []
 
     def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
-        """Acceptance probabilities of a draft's choices in slots [N] below the anchor; the draft's probabilities
-        where planned [N] is False.
-        """
+        """Acceptance probabilities of choices in slots [N] below the anchor; the draft's own if not planned [N]."""
         self._proposal = self.model.propose(planned, choices, slots)
         return self._proposal
 

@@ -57,9 +57,7 @@ class Load(NamedTuple):
 
 
 def passes(depths: Iterable[int], is_sequential: bool) -> int:
-    """Passes of a draft that proposes tokens for depths[r] positions: one for each depth if it is sequential, else
-    one.
-    """
+    """Passes of a draft that proposes depths[r] positions: the largest depth if it is sequential, else one."""
     return max([1, *depths]) if is_sequential else 1
 
 

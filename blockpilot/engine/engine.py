@@ -2,8 +2,8 @@
 
 A step drafts tokens for the rows, scores all blocks in one pass of the target, and commits the tokens that the keyed
 sampler confirms (sampling.py). Blocks and the prompts of new requests are packed without padding (models/packing.py).
-Block size 1 is plain autoregressive decoding through the same code. The controller chooses what is drafted and
-verified (control/controller.py).
+Block size 1 is plain autoregressive decoding through the same code. The controller (control/controller.py)
+chooses what is drafted and verified.
 """
 
 import time

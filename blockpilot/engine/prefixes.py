@@ -44,9 +44,7 @@ class Prefixes:
         self._target, self._draft = (Pages(cache, self._num_pages, PAGE) for cache in (target, draft))
         self._free = list(range(self._num_pages))
         self._pages: OrderedDict[Key, Page] = OrderedDict()
-        """Ordered by last use. A page is touched after the pages that follow it, so the first one in this order is a
-        leaf.
-        """
+        """By last use. A page is touched after the pages that follow it: the least recently used one is a leaf."""
 
     @property
     def num_bytes(self) -> int:

@@ -114,9 +114,7 @@ class _Draws(NamedTuple):
 
 
 def _numbers(positions: Sequence[int], sampling: Sequence[Sampling], vocab_size: int) -> Tensor:
-    """Seeds, positions, temperatures, top_k, top_p and log min_p [N, 6] on the host, in one int64 tensor: floats by
-    their bits.
-    """
+    """Seeds, positions, temperatures, top_k, top_p, log min_p [N, 6] on the host, as int64 (floats by their bits)."""
     numbers = np.empty((len(sampling), 6), dtype=np.int64)
     floats, rows = numbers.view(np.float64), [GREEDY if row.is_greedy else row for row in sampling]
     numbers[:, 0], numbers[:, 1] = [row.seed for row in rows], positions
@@ -165,9 +163,7 @@ def ranked_by_torch(
 def _ranked(
     logits: Tensor, numbers: Tensor | None, *, few: int, num: int, is_cut: bool, with_log_probs: bool
 ) -> tuple[Tensor, ...]:
-    """Mask [N] of rows whose result is final after the top `few`, then the fields of `Ranked`; greedy without
-    numbers.
-    """
+    """Mask [N] of rows whose result is final after the top `few`, then a `Ranked`; greedy without numbers."""
     # 1. Greedy: the most probable tokens.
     scores = logits.float()  # bfloat16 is several times slower on a CPU
     values, tokens = _largest(scores, num if numbers is None else min(max(num, few), scores.shape[1]))
@@ -197,8 +193,7 @@ def _ranked(
 def _least_included(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> tuple[Tensor, Tensor]:
     """The least score [N, 1] that min_p, top_k and then top_p include in each row [N, V]; ties are included.
 
-    tokens [N, few] are the most probable, `best` their scores. Also returns the mask [N] of rows for which they
-    suffice.
+    tokens [N, few] are the most probable, `best` their scores. Also returns a mask [N]: where they suffice.
     """
     few, vocab_size = best.shape[1], scores.shape[1]
     most, floor = draws.top_k[:, None], best[:, :1] + draws.log_min_p[:, None]
@@ -216,8 +211,7 @@ def _least_included(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws)
 
 
 def race(scores: Tensor, likeliest: Tensor, best: Tensor, keys: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `num` tokens with the least E_v / exp(scores[v]), and the logarithms of its inverse, both [N, num], best
-    first.
+    """The `num` tokens with the least E_v / exp(scores[v]), best first, and the logarithms of its inverse, [N, num].
 
     scores [N, V] float32, `likeliest` [N, few] the tokens with the best scores, `best` these scores, keys [N] int64.
     Also returns the mask [N] of rows in which no other token can be among the first.
@@ -241,9 +235,7 @@ def race(scores: Tensor, likeliest: Tensor, best: Tensor, keys: Tensor, num: int
 
 
 def first_of_each(tokens: Tensor, values: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` different tokens with the largest values [N, M], and these values, both [N, num]; -inf if there are
-    fewer.
-    """
+    """The `num` different tokens with the largest values [N, M], and these, [N, num]; -inf if there are fewer."""
     if num == 1:
         best, index = _largest(values, num)
         return tokens.gather(1, index), best

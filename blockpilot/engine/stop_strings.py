@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 
 class StopSearch:
-    """Holds back text that may be a prefix of a stop string; the text ends before the stop string that is complete
-    first.
+    """Holds back possible prefixes of stop strings; the text ends before the stop string that is complete first.
 
     If several are complete at the same position, the longest counts. Raises ValueError for an empty string.
     """

@@ -43,9 +43,7 @@ def drawn_apart(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[Sequ
 
 
 class Node(NamedTuple):
-    """A node of a growing tree: parent is the number of an earlier node, 0 for the anchor; chance its path
-    probability.
-    """
+    """A node of a growing tree; parent is an earlier node's number (0: the anchor), chance the path probability."""
 
     token: int
     parent: int
@@ -96,8 +94,7 @@ def choices_of(slots: Slots) -> Follow:
 
 
 def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = False) -> Iterator[Node]:
-    """Nodes in descending order of chance, at depths up to `deepest`; the first is number 1. A chain has first
-    choices only.
+    """Nodes in descending order of chance, down to depth `deepest`; the first is number 1. A chain has no siblings.
 
     Ends when no choice with a positive probability is left.
     """

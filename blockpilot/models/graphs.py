@@ -59,9 +59,7 @@ class Box(NamedTuple):
         return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device)
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
-        """`BoxPlaces` [5, R * W] on the host, and in a sixth row the index in the box of every token [N] of the
-        packing.
-        """
+        """`BoxPlaces` [5, R * W] on the host, and a sixth row with the index in the box of each token [N]."""
         # Slots without a row, and indices beyond a row's end, are padding.
         row_slots, (sizes, starts) = np.array(slots), np.zeros((2, self.rows, 1), dtype=np.int64)
         sizes[row_slots, 0], starts[row_slots, 0] = packing.sizes, packing.starts
@@ -86,9 +84,7 @@ class Box(NamedTuple):
         return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten()
 
     def visible(self, places: BoxPlaces) -> Tensor:
-        """Mask [R, 1, W, length] of the columns that tokens see: those before their row, and their ancestors' and
-        own.
-        """
+        """Mask [R, 1, W, length] of visible columns: those before the row, and of the token and its ancestors."""
         starts, follows = (t.view(self.rows, self.width, 1) for t in (places.starts, places.follows))
         inside = torch.arange(self.length, device=starts.device) - starts
         followed = (follows >> inside.clamp(0, self.width - 1)) & 1

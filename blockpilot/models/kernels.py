@@ -141,9 +141,7 @@ class PreparedExperts(nn.Module):
         self.is_normed: bool = gate.norm_topk_prob
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Hidden states [N, hidden], with the experts [N, k] of every token and their weights [N, k] -> [N,
-        hidden].
-        """
+        """Hidden states [N, hidden], and the experts [N, k] of each token with weights [N, k] -> [N, hidden]."""
         mixed = torch.zeros_like(hidden_states, dtype=torch.float32)
         # Each expert once, with all its tokens: its weights are read once.
         for expert in top_k_index.unique().tolist():

@@ -50,9 +50,7 @@ class NativeExperts:
 
 
 class RoomOfExperts:
-    """Buffers for a pass of tokens like `hidden` [N, hidden] through any of a model's experts, by `threads`
-    threads.
-    """
+    """Buffers for `threads` threads and tokens like `hidden` [N, hidden], for any of a model's experts."""
 
     def __init__(self, experts: Sequence[NativeExperts], hidden: Tensor, threads: int) -> None:
         # The same buffers for all layers, as large as the largest layer needs.

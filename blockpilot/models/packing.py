@@ -115,9 +115,7 @@ class Packing:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Mask [R, 1, width, length] of the columns that each token sees: those before its row, its ancestors' and
-        its own.
-        """
+        """Mask [R, 1, width, length] of visible columns: those before the row, and of the token and its ancestors."""
         device = self._device
         columns = torch.arange(self.length, device=device)
         # 1. Chains: columns up to a token's own, [1, length] <= [R, width, 1].
@@ -183,10 +181,9 @@ def _followed(parents: Sequence[int]) -> Tensor:
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Grouped-query attention: query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], bias `folded`
-    -> as query.
+    """Grouped-query attention: query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim] -> as query.
 
-    Queries that share keys become rows of one matrix, so nothing of the cache is copied.
+    bias: as `folded` makes it. Queries that share keys become rows of one matrix, so nothing of the cache is copied.
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [R, kv_heads, groups * W, head_dim]
@@ -212,8 +209,7 @@ def _products_are_faster(query: Tensor) -> bool:
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention by two products, as transformers' eager: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as
-    query.
+    """Eager attention by two products: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as query.
 
     Scores are rounded to bfloat16 before their softmax. The target's distribution is then no further from that in
     float32 than with the flash kernel (LOG.md).

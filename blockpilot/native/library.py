@@ -2,8 +2,7 @@
 
 products.c multiplies with the weights (tiles.c on CPUs with AMX), layers.c runs all layers of a decoder (experts.c
 mixtures of experts), ranking.c ranks logits, linking.c applies a draft's edges, growing.c grows draft trees,
-matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torch and numpy replace all of them but
-matching.c.
+matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torch and numpy replace the others.
 """
 
 import ctypes
@@ -44,9 +43,7 @@ class DtypeChoice(NamedTuple):
 
 
 def fastest_dtype(device: torch.device) -> DtypeChoice:
-    """bfloat16 on a GPU, and on a CPU with bfloat16 instructions and the functions in C, which make texts exact in
-    it; float32 elsewhere.
-    """
+    """bfloat16 on a GPU, and on a CPU with instructions for it and exact layers in C; float32 elsewhere."""
     if device.type != "cpu":
         return DtypeChoice("bfloat16", "a GPU")
     capabilities = torch.cpu.get_capabilities()

@@ -1,7 +1,6 @@
 """Ranking of logits in C on a CPU (ranking.c), equivalent to `ranked_by_torch` of sampling.py.
 
-At temperature 1, a block of 16 tokens takes 9 ms by torch, which reads all scores several times, and less than 1 ms
-in C.
+At temperature 1, a block of 16 tokens takes less than 1 ms; by torch, which reads all scores several times, 9 ms.
 """
 
 import math

@@ -28,7 +28,7 @@ from helpers.processes import Job, descendants
 from helpers.s3 import s3_server
 from helpers.sweeps import read_sweep
 from jobs.common import lease
-from jobs.common.config import PairConfig
+from jobs.common.config import ConfigError, PairConfig
 from jobs.common.lease import Lease
 from jobs.sweep import SweepConfig, _cut, _identity, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
@@ -126,6 +126,11 @@ def test_bad_input_is_one_line(arguments: str, message: str, tmp_path: Path) -> 
     given = f"--output {tmp_path / 'out'} {arguments.format(bad=tmp_path / 'bad.jsonl')}"
     assert message in error_of(SweepConfig, run, given)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_needs_a_candidate() -> None:
+    with pytest.raises(ConfigError, match=r"candidates \(\): at least one block size is needed"):
+        SweepConfig(candidates=())
 
 
 def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
     """Bar charts of speed-ups over plain decoding: a panel per group, three in a row, and a bar per method."""
     columns = min(len(groups), 3)
     lines = math.ceil(len(groups) / columns)
-    figure = Figure(figsize=(3.2 * columns, 3.6 * lines), layout="constrained")
+    width = max(3.2, 1 + 0.25 * max(map(len, groups.values())))
+    figure = Figure(figsize=(width * columns, 3.6 * lines), layout="constrained")
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False)
     for unused in panels.flat[len(groups) :]:
         unused.remove()
@@ -70,7 +71,7 @@ def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
 
 def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> bytes:
     """Speed relative to the best fixed block size: for every row one point with its interval per method."""
-    figure = Figure(figsize=(7, 0.5 + 0.32 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(7, 1.4 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="speed over that of the best fixed block size")
     for i, method in enumerate(methods):
         shown = {y: row[method] for y, row in enumerate(rows.values()) if method in row}

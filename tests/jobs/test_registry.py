@@ -282,7 +282,7 @@ def test_the_first_champion_may_be_as_fast_as_the_best_fixed_block_size(
     """A force that was not needed leaves no tag."""
     register(registry, 1, dataclasses.replace(GOOD, policy_speed=27.9, speed_ratio_low=0.95, speed_ratio_high=1.0))
     assert promote(PromoteConfig(force=True)).promoted
-    assert capsys.readouterr().out == f"promote: {MODEL} version 1 is the champion: the first of its model\n"
+    assert capsys.readouterr().out == f"promote: {MODEL} version 1 is the champion: the first champion of its model\n"
     champion = registry.champion(MODEL)
     assert champion.number == 1
     assert "promoted.forced" not in champion.tags

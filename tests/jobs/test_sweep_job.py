@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -296,7 +297,7 @@ def test_rows_and_files_of_others_do_not_join(opened: OpenSweep) -> None:
     with pytest.raises(ValueError, match=two_pairs):
         run(config)
     write_rows(f"{folder.rows}/part-00099-x.parquet", expected[first.part], metadata)
-    with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet is no part of this sweep"):
+    with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet does not belong to this sweep"):
         run(config)
     Path(config.output, "config.json").unlink()
     with pytest.raises(ValueError, match=r"holds rows, but config\.json is not readable"):
@@ -419,7 +420,12 @@ def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, li
         node = cluster.add_node(num_cpus=1)
         job = sweep_job(config, address=cluster.address)
         job.wait_for(lambda: parts(config))
+        raylet = node.all_processes["raylet"][0].process.pid
+        (worker,) = descendants(raylet, "ray::SweepWorker")
+        os.kill(worker, signal.SIGSTOP)  # it finishes nothing more
         cluster.remove_node(node, allow_graceful=False)
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
         cluster.add_node(num_cpus=1)
         assert "again, its worker died" in finish(job)
         assert_complete(config, expected)

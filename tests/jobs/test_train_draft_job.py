@@ -71,7 +71,6 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({"target_layer_ids": (1, 6)}, "target_layer_ids 6: must be 0 to 5"),
         ({"prompts": ("nowhere",)}, "unknown prompt set 'nowhere'"),
         ({"prompts": ("demo:many",)}, "prompts 'demo:many': must be NAME or NAME:COUNT"),
-        ({"test_prompts": ("demo:0",)}, "number of prompts must be at least 1, got 0"),
         ({"held_out": 1e-9}, "24 in all leave none for training or held out"),
         ({"fit": DraftFitSettings(epochs=0)}, "epochs 0: must be at least 1"),
         ({"start": "nowhere"}, "draft nowhere: no config.json there"),
@@ -102,7 +101,7 @@ def test_models_that_do_not_fit_are_refused(tiny_pair_dirs: tuple[Path, Path], p
         run(config(tmp_path, prompts))
     target, start = AutoConfig.from_pretrained(tiny_pair_dirs[0]), tmp_path / "start"
     for extra, message in (
-        (0, r"start .*: a draft of block size 4, 1 layers, .* asks for block size 8, 3"),
+        (0, r"start .*: a draft of block size 4, 1 layers, .* the configuration is block size 8, 3"),
         (1, "draft does not fit target: vocabulary"),
     ):
         target.vocab_size += extra
@@ -242,7 +241,7 @@ def test_a_killed_worker_changes_nothing(
     pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4
     assert kind == "eagle3" or getattr(pair.draft.vocabulary, "shape", None) == ((100,) if kind == "dflash" else None)
-    assert "tau at T=0" in job.log
+    assert re.search(r"tau \d\.\d+ at T=0", job.log)
 
 
 def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:

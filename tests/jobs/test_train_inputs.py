@@ -80,7 +80,12 @@ NO_CHOICES = "none of 20 rows has recorded choices of a draft: sweep with --meth
         ([], metadata(), {}, "no Parquet files in sweep"),
         (OF_SEVEN_PROMPTS, metadata(), {}, "7 different prompts; needed: 8"),
         ([cut(row, 1) for row in ROWS], metadata(candidates=[2]), {}, "one candidate [2]"),
-        (ROWS, metadata(), {"candidates": (2, 3, 4)}, "candidates (2, 3, 4): 3 is none of the sweep's [2, 4, 6, 8]"),
+        (
+            ROWS,
+            metadata(),
+            {"candidates": (2, 3, 4)},
+            "candidates (2, 3, 4): 3 is not a candidate of the sweep [2, 4, 6, 8]",
+        ),
         (ROWS, metadata(), {"candidates": (4, 2)}, "candidates (4, 2): each must be larger"),
         (ROWS, metadata(), {"candidates": (4,)}, "candidates (4,): at least 2 are needed"),
         (ROWS, metadata(), {"fit": STEP}, NO_CHOICES),

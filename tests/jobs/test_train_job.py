@@ -176,7 +176,7 @@ def test_a_step_policy_is_fitted_once_reported_and_registered_beside_another_clu
     assert isinstance(policy, StepPolicy)
     assert (policy.price, policy.info.vocab_size, policy.info.pair) == (PRICE, VOCAB_SIZE, PAIR)
     assert sorted(file.name for file in (tmp_path / "policy").iterdir() if file.is_file() and file.suffix) == [
-        *("learned_from.json", "policy.json", "price.json", "training.json")
+        *("learned_from.json", "policy.json", "price.json", "reliability.png", "training.json")
     ]
 
     write_steps(tmp_path / "examples", [rows])
@@ -205,7 +205,7 @@ def test_a_step_policy_is_fitted_once_reported_and_registered_beside_another_clu
     assert (metrics["nats_trained"], metrics["nats_own"]) == pytest.approx((trained, of_draft))
     assert (metrics["reliability_error_trained"], metrics["reliability_error_draft"]) == pytest.approx(errors)
     artifacts = {item.path for item in registry._client.list_artifacts(version.run_id)}
-    assert artifacts == {"training.json", "reliability.json"}
+    assert artifacts == {"training.json", "reliability.json", "reliability.png"}
     registered = load_policy(registry.download(version, tmp_path / "downloaded"))
     assert isinstance(registered, StepPolicy)
     assert np.array_equal(registered.weights, policy.weights)

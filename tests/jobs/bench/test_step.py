@@ -38,4 +38,4 @@ def test_a_table_for_every_number_of_threads(
     pair = {"target": target, "draft": draft, "dtype": "float32"}
     run(StepConfig(pair=pair, threads=(1, 1), rows=(1, 2), tokens=(2, 4), context=8, num_steps=1))
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| rows")]
-    assert [head.replace(" ", "") for head in heads] == ["|rows|plain,ms|2|4|draft|ofthememory'sspeed|"] * 2
+    assert [head.replace(" ", "") for head in heads] == ["|rows|plain,ms|2|4|draft|shareofmemorybandwidth|"] * 2

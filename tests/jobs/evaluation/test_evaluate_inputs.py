@@ -68,7 +68,7 @@ OF_SWEEP = "--prompts demo --sweep sweep {pair}"
         ("--prompts demo --block-sizes 1 2", "(1, 2): must be ascending and at least 2 (1 is AR"),
         ("--prompts demo --block-sizes 2 2", "(2, 2): must be ascending"),
         ("--prompts demo --block-sizes 33", "(33,): must be at most 32"),
-        ("--prompts demo --baselines random luck", f"'luck': must be of {BASELINES}"),
+        ("--prompts demo --baselines random luck", f"'luck': must be one of {BASELINES}"),
         ("--prompts demo --tree-sizes 2 2", "(2, 2): must be ascending and 1 to 31"),
         ("--prompts demo --tree-sizes 0 2", "(0, 2): must be ascending and 1 to 31"),
         ("--prompts demo --tree-sizes 4 32", "(4, 32): must be ascending and 1 to 31"),

@@ -33,6 +33,7 @@ from jobs.common.lease import Lease
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, model_name
 from jobs.evaluation.actor import Setting
 from jobs.evaluation.inputs import AR, CONTROL, MEANS, ORACLE, POLICY, RANDOM, STATIC, EvaluateConfig
+from jobs.evaluation.result import PICTURES
 
 ROOT = Path(__file__).parents[3]
 Call = Callable[..., list[MethodRun]]
@@ -226,4 +227,4 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert logged.data.metrics["B2.tau"] == pytest.approx(result["figures"][1]["tau"]["value"])
     assert logged.data.params["concurrency"] == "2"
     artifacts = {item.path for item in registry._client.list_artifacts(tagged.tags["heldout.run_id"])}
-    assert artifacts == {"evaluation.json", "runs.json", "table.json", "table.md"}
+    assert artifacts == {"evaluation.json", "runs.json", "table.json", "table.md", *PICTURES}

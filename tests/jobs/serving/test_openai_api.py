@@ -11,7 +11,7 @@ from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Prefill
-from helpers.api import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, ask, events, shown, text_of
+from helpers.api import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, ask, events, idle, shown, text_of
 from jobs.serving.replica import Replica
 
 MAX_LENGTH = 300
@@ -53,10 +53,13 @@ def test_health_tells_whether_the_last_step_drafted(
 ) -> None:
     """Steps that take in a prompt, or have one token left, do not draft."""
     told = set[bool]()
+    body = {"model": "target", "messages": QUESTION}
+    ask(client, CHAT, body | {"max_tokens": 4, "block_size": 1})  # prompts alone leave what the last block said
+    idle(replica)
     monkeypatch.setattr(
         replica.loop, "on_step", lambda steps, seconds: told.add(asyncio.run(replica.status())["drafting"])
     )
-    ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 20, "block_size": block_size})
+    ask(client, CHAT, body | {"max_tokens": 20, "block_size": block_size})
     assert told == drafting
 
 

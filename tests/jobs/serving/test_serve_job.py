@@ -148,7 +148,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     file.write_text("two\n\n  three  \n")
     assert api_keys(file) == ApiKeys.of(("two", "three"))
     file.write_text("\n")
-    with pytest.raises(ValueError, match=r"keys: has no key; one a line"):
+    with pytest.raises(ValueError, match=r"keys: has no key; one per line"):
         api_keys(file)
 
 

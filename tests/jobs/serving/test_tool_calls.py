@@ -155,7 +155,7 @@ def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: Test
     ("wrong", "message"),
     [
         ({"tools": [WEATHER, WEATHER]}, "a name of its own"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is none of the tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is not one of the tools"),
         ({"tools": [], "tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         ({"structured_outputs": {"regex": "a+"}}, "one is needed"),

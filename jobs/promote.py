@@ -62,7 +62,7 @@ def run(config: PromoteConfig) -> PromoteResult:
 
 
 def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
-    """Whether `version` may replace `champion`, and the reason."""
+    """Verdict on `version` in place of `champion`: True if it may replace it, and the reason."""
     if champion is not None and champion.number == version.number:
         return True, "it already was"
     figures = version.held_out

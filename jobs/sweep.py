@@ -259,11 +259,11 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_rows: int, rejects: Se
     """Read the rows back part by part, check their number, and print tables and write pictures."""
     if len(rejects) == num_rows:
         raise ValueError(f"none of the {num_rows} prompts could be swept; the first: {rejects[0].error}")
-    summary, by_set, metadata = Summary(), defaultdict[str, Summary](Summary), folder.metadata
+    by_set, metadata = defaultdict[str, Summary](Summary), folder.metadata
     for part in read_parts(folder.rows):
-        summary.add(part.rows)
         for row in part.rows:
             by_set[row.prompt_set].add([row])
+    summary = Summary.total(by_set.values())
     if summary.num_rows + len(rejects) != num_rows:
         raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_rows} prompts")
     assert metadata is not None

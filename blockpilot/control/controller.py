@@ -51,7 +51,7 @@ class StepOutcome(NamedTuple):
     load: Load
     num_prompt_tokens: int = 0
     verified: Verified | None = None
-    """Of the planned rows."""
+    """Outcomes of the planned rows."""
     has_captured: bool = False
     """A CUDA graph was captured in the step, which takes longer than the step itself."""
 

@@ -10,14 +10,12 @@ from typing import TypeVar
 Choice = TypeVar("Choice")
 
 
-def largest_ratio(
-    maximise: Callable[[float], tuple[Choice, float]], rate: float = 0.0, num_rounds: int = 50
-) -> tuple[Choice, float]:
+def largest_ratio(maximise: Callable[[float], tuple[Choice, float]], num_rounds: int = 50) -> tuple[Choice, float]:
     """The choice with the largest rate, and that rate.
 
-    `maximise(rate)` returns the choice with the largest sum(a - rate * b), and that choice's sum(a) / sum(b). `rate`
-    is the first one to try; the first choice is accepted even if its rate is lower.
+    `maximise(rate)` returns the choice with the largest sum(a - rate * b), and that choice's sum(a) / sum(b).
     """
+    rate = 0.0
     choice, best_rate = maximise(rate)
     for _ in range(num_rounds - 1):
         if best_rate <= rate:

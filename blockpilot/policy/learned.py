@@ -39,7 +39,7 @@ class PromptInfo:
     pair: PairId
     candidates: CandidateSet
     objective: Objective
-    """What the choice maximises: tokens per step (tau) or tokens per second (throughput)."""
+    """Quantity that the choice maximises: tokens per step (tau) or tokens per second (throughput)."""
     shape: NetworkShape
     threshold: float
     """Smaller probabilities count as zero, in training and in decoding."""

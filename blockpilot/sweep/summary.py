@@ -1,8 +1,8 @@
 """Totals of a sweep: tau by candidate and by tree size, best candidates, and the upper bound of a choice per step."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -40,6 +40,15 @@ class Summary:
             if row.step_nodes:
                 self._add_trees(row)
         return self
+
+    @classmethod
+    def total(cls, summaries: Iterable["Summary"]) -> "Summary":
+        """The summary of all rows that these have counted."""
+        total = cls()
+        for summary in summaries:
+            for part in fields(cls):
+                setattr(total, part.name, getattr(total, part.name) + getattr(summary, part.name))
+        return total
 
     def _add_trees(self, row: SweepRow) -> None:
         recorded = slice(row.step_places[0], row.step_places[-1] + 1)

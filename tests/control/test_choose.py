@@ -38,7 +38,7 @@ class SlowStep(NamedTuple):
 
 
 def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: StepPrice, beside: Load) -> SlowStep:
-    """Of rows that draft so deep, which adds these tokens and nodes to each. Tokens have shares of their tiles."""
+    """Step of rows that draft so deep, which adds these tokens and nodes to each; tokens have shares of tiles."""
     rows, verified = beside.rows + num_rows, beside.num_verified + num_rows * nodes
     launched = beside.num_passes if beside.num_drafted else 0
     num_passes = depth if price.is_sequential else int(depth > 0)
@@ -56,7 +56,7 @@ nodes_of = st.lists(st.tuples(chances, st.floats(0, 4)), min_size=2, max_size=5)
 def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
     by_threshold: list[list[tuple[float, float]]], num_rows: int, price: StepPrice, beside: Load
 ) -> None:
-    """Of all depths and thresholds of nodes; what needs no draft is at depth 0. Rates are sums in another order."""
+    """Brute force over depths and thresholds of nodes; depth 0 needs no draft. Rates are sums in another order."""
     size = min(map(len, by_threshold))
     values = np.array([of_depths[:size] for of_depths in by_threshold]).transpose(2, 1, 0)
     plan = plan_rows(Expected(np.zeros(len(by_threshold)), *values), num_rows, price, beside)
@@ -84,7 +84,7 @@ def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
 def test_the_depths_save_the_most_seconds(
     rows: list[tuple[list[float], int]], price: StepPrice, beside: Load
 ) -> None:
-    """Of all depths that the rows may draft; where no draft saves any, one row could still draft, to be tried."""
+    """Brute force over the depths that rows may draft; where no draft saves any, one row could still try one."""
     saved_s, most = np.array([[0.2, *of_row] for of_row, _ in rows]) - 0.2, [deepest for _, deepest in rows]
     launched = beside.num_passes if beside.num_drafted else 0
 

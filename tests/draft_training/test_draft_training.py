@@ -58,7 +58,7 @@ def corpus(tiny_pair: Pair, answers: list[Answer], tmp_path: Path) -> StoredCorp
 
 
 def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
-    """What the loss sees of a block is what the engine's cached draft pass computes at that anchor, of which nothing
+    """Hidden states of the loss equal those of the engine's cached draft pass at that anchor, of which nothing
     comes later than the anchor: neither the block's answers nor other blocks.
     """
     shard = documents(2)

@@ -62,7 +62,7 @@ def chain(slow: SlowEagle3, loss: Eagle3Loss, document: Document, anchor: int, t
 def test_the_unrolled_loss_equals_one_chain_at_a_time(
     distill: float, overlap: float, anchors_only: bool, tiny_pair: Pair
 ) -> None:
-    """Of which each sees the features before its anchor and the text before each step, and nothing later."""
+    """Each chain sees the features before its anchor and the text before each step, and nothing later."""
     shard = documents()
     loss, batch = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only), batch_of(shard)
     slow = SlowEagle3(loss.draft.state_dict(), loss.draft.config)

@@ -168,7 +168,7 @@ def tokenizer_of_any_kind(request: pytest.FixtureRequest) -> PreTrainedTokenizer
 def test_text_is_what_the_library_decodes(
     tokenizer_of_any_kind: PreTrainedTokenizerBase, data: st.DataObject, text: str, cuts: list[int]
 ) -> None:
-    """Of random tokens, and of a text that is encoded; it writes U+FFFD by the same rule."""
+    """Texts of random tokens, and of an encoded text; the library writes U+FFFD by the same rule."""
     tokenizer = tokenizer_of_any_kind
     tokens = [] if tokenizer is IN_PYTHON else data.draw(st.lists(ids(tokenizer), max_size=25))
     if tokenizer.name_or_path or tokenizer is IN_PYTHON:  # one that encodes

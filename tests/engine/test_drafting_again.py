@@ -19,7 +19,7 @@ Proposals = dict[tuple[int, int], Tensor]
 
 
 def scores_of(of_pass: Pass) -> list[Tensor]:
-    """Of every row [its positions, k]; they depend on all of the context."""
+    """Scores of every row [its positions, k]; they depend on all of the context."""
     candidates = of_pass.found.found if isinstance(of_pass.found, Linked) else of_pass.found
     per_position = len(candidates.scores) // sum(of_pass.depths)
     return list(candidates.scores.split([depth * per_position for depth in of_pass.depths]))
@@ -81,7 +81,9 @@ def test_drafting_leaves_the_caches_of_plain_decoding(
         text = plain_text(pair, PROMPT, 30, HOT)
     states = []
     for block_size in (1, 14):
-        engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)  # a kept prefix is caught up with
+        engine = Engine(
+            pair, num_slots=1, max_length=64, prefix_tokens=64
+        )  # a cached prefix has no context: it is computed
         if name == "tiny_pair":
             scatter(engine, [(*PROMPT, *text)], 1, monkeypatch)
         request_id = engine.add(Request(PROMPT, 30, HOT, 14, NEVER, layout=layout))

@@ -62,7 +62,7 @@ def test_a_bfloat16_text_is_the_same_however_it_is_decoded(bfloat16_pair: Pair, 
 
 
 def test_the_prefix_cache_changes_no_step(bfloat16_pair: Pair) -> None:
-    """Of a second turn: what the draft proposes and how much of it is accepted."""
+    """Drafts and acceptance of a second turn are those without the cache."""
     first, again = (
         encode(bfloat16_pair, "Count from one to ten in words."),
         tuple(bfloat16_pair.tokenizer("\nAnd once more, please.").input_ids),

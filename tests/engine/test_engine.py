@@ -1,4 +1,4 @@
-"""What steps emit at every acceptance, who chooses block sizes, whom a failure ends, and what is refused."""
+"""Engine: tokens of steps by acceptance, choice of block sizes, isolation of failures, refusals."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Synthetic sweeps on disk, with the price of a step, and the examples that a training makes of them."""
+"""Synthetic sweeps on disk, with their step cost, and the examples that a training makes of them."""
 
 import dataclasses
 import os

@@ -73,3 +73,9 @@ def test_a_sweep_draws_its_curves(has_trees: bool, priced: bool) -> None:
     drawn = pictures(summary, {"all": summary}, 8, PRICE if priced else None)
     assert drawn.keys() == ({"tau_curves.png", "trees.png"} if has_trees else {"tau_curves.png"})
     assert all(map(is_png, drawn.values()))
+
+
+def test_totals_by_set_add_up_to_those_of_all_rows() -> None:
+    rows = [with_trees(row) for row in synthetic_rows(12, 0)]
+    parts = [Summary().add(rows[:5]), Summary().add(rows[5:])]
+    assert Summary.total(parts) == Summary().add(rows)

@@ -25,17 +25,28 @@ class DraftBatch(NamedTuple):
     num_prompt_tokens: Tensor  # [N]
 
 
-def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBatch:
-    """Pad documents and their anchors (one tensor of positions per document) to a batch."""
-    lengths = torch.tensor([len(d.tokens) for d in documents])
-    num_anchors = torch.tensor([len(a) for a in anchors])
+def collate(
+    documents: Sequence[Document], anchors: Sequence[Tensor], num_anchors: int = 0, length_step: int = 1
+) -> DraftBatch:
+    """Pad documents and their anchors (one tensor of positions per document) to a batch.
+
+    It has at least `num_anchors` anchors, and a multiple of `length_step` tokens: few shapes, for compiled kernels.
+    """
+    lengths, num = torch.tensor([len(d.tokens) for d in documents]), torch.tensor([len(a) for a in anchors])
+    most_anchors, padding = max(num_anchors, int(num.max())), -int(lengths.max()) % length_step
+
+    def by_token(rows: list[Tensor]) -> Tensor:
+        padded = pad_sequence(rows, batch_first=True)
+        return functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, padding))
+
+    padded_anchors = pad_sequence(list(anchors), batch_first=True)
     return DraftBatch(
-        pad_sequence([d.tokens for d in documents], batch_first=True),
+        by_token([d.tokens for d in documents]),
         lengths,
-        pad_sequence([d.features for d in documents], batch_first=True),
-        pad_sequence([d.hidden for d in documents], batch_first=True),
-        pad_sequence(list(anchors), batch_first=True),
-        torch.arange(int(num_anchors.max())) < num_anchors[:, None],
+        by_token([d.features for d in documents]),
+        by_token([d.hidden for d in documents]),
+        functional.pad(padded_anchors, (0, most_anchors - padded_anchors.shape[1])),
+        torch.arange(most_anchors) < num[:, None],
         torch.tensor([d.num_prompt_tokens for d in documents]),
     )
 

@@ -178,7 +178,9 @@ def weights_of(slots: DraftedSlots, block_size: int, weighting: Weighting) -> Te
         return decay_weights(block_size)[slots.offsets.long() - 1]
     inside = by_block(slots, torch.ones_like(slots.labels, dtype=torch.bool), block_size)[:, None]
     right = slots.tokens == slots.labels[:, None]
-    return dpace_weights(-slots.log_probs.masked_fill(~right, -math.inf).amax(dim=1), inside)[inside]
+    losses = torch.zeros(inside.shape)
+    losses[inside] = -slots.log_probs.masked_fill(~right, -math.inf).amax(dim=1)
+    return dpace_weights(losses, inside)[inside]
 
 
 # --- fit ---

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from blockpilot.device import Device, sent
 from blockpilot.draft_training.answers import Answer, read_answers
 from blockpilot.models.target import Target
 from blockpilot.storage import whole
@@ -38,7 +39,7 @@ class TargetFeatures(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A prompt with the target's answer: tokens [S] int64, and the target's features of every token."""
+    """A prompt with the target's answer: tokens [S] int64 on the host, and the target's features of every token."""
 
     tokens: Tensor
     num_prompt_tokens: int
@@ -47,21 +48,24 @@ class Document(NamedTuple):
 
 
 @torch.inference_mode()
-def target_features(target: Target, answers: Sequence[Answer], batch_size: int = 8) -> TargetFeatures:
-    """Features of every token of every answer, concatenated in the order of the answers."""
+def target_features(
+    target: Target, answers: Sequence[Answer], batch_size: int = 8, device: Device = "cpu"
+) -> TargetFeatures:
+    """Features of every token of every answer on a device, concatenated in the order of the answers."""
     width = target.model.config.hidden_size
-    empty = TargetFeatures(torch.empty(0, len(target.layer_ids) * width), torch.empty(0, width))
+    sizes = len(target.layer_ids) * width, width
+    empty = TargetFeatures(*(torch.empty(0, size, dtype=torch.bfloat16, device=device) for size in sizes))
     by_answer = [empty] * len(answers)
     by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
     for start in range(0, len(by_length), batch_size):
         group = by_length[start : start + batch_size]
         rows = [torch.tensor(answers[i].tokens) for i in group]
-        tokens = pad_sequence(rows, batch_first=True).to(target.model.device)
+        tokens = sent(pad_sequence(rows, batch_first=True), target.model.device)
         cache = target.new_cache(*tokens.shape)
         scored = target.score_rows(tokens, 0, cache, torch.arange(len(rows), device=tokens.device))
         assert scored.features is not None
         for i, row, feature_row, hidden_row in zip(group, rows, scored.features, scored.hidden, strict=True):
-            by_answer[i] = TargetFeatures(feature_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())
+            by_answer[i] = TargetFeatures(feature_row[: len(row)].to(device), hidden_row[: len(row)].to(device))
     features, hidden = (torch.cat(tensors).to(torch.bfloat16) for tensors in zip(empty, *by_answer, strict=True))
     return TargetFeatures(features, hidden)
 
@@ -140,7 +144,7 @@ class StoredCorpus(Corpus):
 
 
 class StreamedCorpus(Corpus):
-    """Documents whose features are computed on demand."""
+    """Documents whose features are computed on demand, and stay on the target's device."""
 
     def __init__(self, answers: Sequence[Answer], target: Target) -> None:
         super().__init__(answers)
@@ -148,7 +152,8 @@ class StreamedCorpus(Corpus):
 
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
         answers = [self.answers[i] for i in indices]
-        batch_features = target_features(self._target, answers, batch_size=len(answers))
+        device = self._target.model.device
+        batch_features = target_features(self._target, answers, batch_size=len(answers), device=device)
         lengths = [len(answer.tokens) for answer in answers]
         return [
             TargetFeatures(*parts)

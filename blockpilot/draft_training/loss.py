@@ -35,10 +35,11 @@ Weighting = Literal["decay", "dpace"]
 
 
 class Vocabulary(NamedTuple):
-    """LM head rows that a step scores: ids [K], ascending, and the correction [K] that is added to their logits."""
+    """LM head rows that a step scores: ids [K], ascending, and the correction [K] that is added to a sample's logits.
+    """
 
     ids: Tensor
-    correction: Tensor
+    correction: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class DraftLoss(nn.Module):
     may_sample: bool
     """A step may score a sample of the vocabulary."""
 
+    def compile_parts(self) -> None:
+        """Compile what takes the time; the first steps then take minutes."""
+        for layer in self.draft.decoder_layers:
+            layer.compile(dynamic=True)
+
 
 class BlockLoss(DraftLoss):
     """Loss of the blocks that a DFlash draft fills at a batch's anchors.
@@ -119,45 +125,61 @@ class BlockLoss(DraftLoss):
         draft_ids = None if draft.vocabulary is None else draft.vocabulary.sort().values.to(head.device)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.may_sample = draft_ids is None
+        self._slot_scores = self.slot_scores
+
+    def compile_parts(self) -> None:
+        super().compile_parts()
+        if self.draft_ids is not None:  # a sample has another shape in every step
+            self._slot_scores = torch.compile(self.slot_scores)
 
     def forward(self, batch: DraftBatch, vocabulary: Vocabulary | None = None) -> Scores:
-        """Draft the block at every anchor and compare it with the text."""
+        """Draft the block at every anchor and compare it with the text.
+
+        Slots outside their document are computed, too, with a weight of 0: leaving them out would make the host wait
+        for the device, and shapes change.
+        """
         if self.draft_ids is not None:
-            vocabulary = Vocabulary(self.draft_ids, torch.zeros_like(self.draft_ids, dtype=torch.float32))
+            vocabulary = Vocabulary(self.draft_ids)
         positions, inside = drafted_positions(batch, self.block_size)
-        labels = at(batch.tokens, positions)
         hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
-        hidden = hidden[inside]
-        logits = self._logits(hidden, vocabulary).float()
-        before = at(batch.tokens, positions - 1)[inside]  # the text's tokens: a position counts only after these
-        edges = self.draft.edges
-        if edges is not None and edges.is_whole:
-            logits = logits + edges(hidden, before, None if vocabulary is None else vocabulary.ids).float()
-        targets, is_known = numbered(labels[inside], vocabulary)
-        log_probs = logits.log_softmax(dim=-1)
-        losses = label_losses = -log_probs.gather(-1, targets[:, None])[:, 0]
-        target_probs = None
-        if self.distill or self.overlap:
-            target_probs = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float().softmax(dim=-1)
-            losses = distilled(log_probs, targets, target_probs, self.distill, self.overlap)
-        chosen = logits.detach().argmax(dim=-1)
-        if edges is not None and not edges.is_whole:
-            best = best_tokens(edges, logits, hidden, before, vocabulary)
-            chosen = best.chosen
-            losses = losses + self._selection_losses(best, targets, target_probs)
-        weights = self._weights(label_losses.detach().masked_fill(~is_known, math.inf), inside)
-        weights[inside] *= is_known
-        weighted = (losses * weights[inside]).sum()
-        correct = torch.zeros_like(inside)
-        correct[inside] = is_known & (chosen == targets)
+        before, labels = (at(batch.tokens, texts).flatten() for texts in (positions - 1, positions))
+        labels, is_known = numbered(labels, vocabulary)
+        of_target = at(batch.hidden, positions - 1).flatten(0, 2) if self.distill or self.overlap else None
+        slots = self._slot_scores(hidden.flatten(0, 2), of_target, before, labels, vocabulary)
+        losses, label_losses, chosen = (values.view_as(inside) for values in slots)
+        is_known = is_known.view_as(inside) & inside
+        weights = self._weights(label_losses.detach().masked_fill(~is_known, math.inf), inside) * is_known
+        weighted = losses.masked_fill(~is_known, 0).mul(weights).sum()
+        correct = (chosen == labels.view_as(inside)) & is_known
         sums = LossSums(
             weighted.detach(), weights.sum(), correct.sum(dim=(0, 1)).double(), inside.sum(dim=(0, 1)).double()
         )
         return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
 
-    def _selection_losses(self, best: "BestTokens", targets: Tensor, target_probs: Tensor | None) -> Tensor:
+    def slot_scores(
+        self, hidden: Tensor, of_target: Tensor | None, before: Tensor, labels: Tensor, vocabulary: Vocabulary | None
+    ) -> "SlotScores":
+        """Scores of M slots: hidden states [M, hidden] of the draft and of the target, the text's token before each
+        [M], and the index [M] of the text's own in the scored vocabulary.
+        """
+        logits = self._logits(hidden, vocabulary).float()
+        edges = self.draft.edges
+        if edges is not None and edges.is_whole:
+            logits = logits + edges(hidden, before, None if vocabulary is None else vocabulary.ids).float()
+        log_probs = logits.log_softmax(dim=-1)
+        losses = label_losses = -log_probs.gather(-1, labels[:, None])[:, 0]
+        target_probs = None
+        if of_target is not None:
+            target_probs = self._logits(of_target, vocabulary).float().softmax(dim=-1)
+            losses = distilled(log_probs, labels, target_probs, self.distill, self.overlap)
+        if edges is None or edges.is_whole:
+            return SlotScores(losses, label_losses, logits.detach().argmax(dim=-1))
+        best = best_tokens(edges, logits, hidden, before, vocabulary)
+        return SlotScores(losses + self._selection_losses(best, labels, target_probs), label_losses, best.chosen)
+
+    def _selection_losses(self, best: "BestTokens", labels: Tensor, target_probs: Tensor | None) -> Tensor:
         """Losses [M] of the choice among the best tokens; 0 if the answer's token is not among them."""
-        is_label = best.indices == targets[:, None]
+        is_label = best.indices == labels[:, None]
         label_index, has_label = is_label.int().argmax(dim=1), is_label.any(dim=1)
         log_probs = best.scores.log_softmax(dim=-1)
         if target_probs is None:
@@ -169,7 +191,7 @@ class BlockLoss(DraftLoss):
         return losses * has_label
 
     def _weights(self, losses: Tensor, inside: Tensor) -> Tensor:
-        """Loss weights [N, A, B-1], 0 outside documents; `losses` are those of the positions inside."""
+        """Loss weights [N, A, B-1], 0 outside documents; `losses` [N, A, B-1] are those of the text's tokens."""
         if self.weighting == "dpace":
             return dpace_weights(losses, inside)
         return decay_weights(self.block_size).to(inside.device) * inside
@@ -177,7 +199,16 @@ class BlockLoss(DraftLoss):
     def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
         head = self.head if vocabulary is None else self.head[vocabulary.ids]
         logits = functional.linear(hidden, head.to(hidden.dtype))
-        return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
+        is_sample = vocabulary is not None and vocabulary.correction is not None
+        return logits + vocabulary.correction.to(logits.dtype) if is_sample else logits
+
+
+class SlotScores(NamedTuple):
+    """Of M slots: the losses, those of the text's token alone, and the draft's choice in the scored vocabulary."""
+
+    losses: Tensor
+    label_losses: Tensor
+    chosen: Tensor
 
 
 class BestTokens(NamedTuple):
@@ -198,8 +229,8 @@ def best_tokens(
     """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the text's tokens `before`
     [M].
     """
-    plain_logits = logits if vocabulary is None else logits - vocabulary.correction
-    scores, indices = plain_logits.topk(edges.width, dim=-1)
+    is_sample = vocabulary is not None and vocabulary.correction is not None
+    scores, indices = (logits - vocabulary.correction if is_sample else logits).topk(edges.width, dim=-1)
     tokens = indices if vocabulary is None else vocabulary.ids[indices]
     return BestTokens(indices, scores + edges.between(hidden, before[:, None], tokens)[:, 0].float())
 
@@ -236,10 +267,9 @@ def decay_weights(block_size: int) -> Tensor:
 def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
     """D-PACE: the weight of drafted position j is the sum over k >= j of the product of smoothed confidences up to k.
 
-    losses [positions inside] are cross entropies with the answer's tokens. inside and the weights are [N, A, B-1].
+    losses are cross entropies with the answer's tokens. losses, inside and the weights are [N, A, B-1].
     """
-    confidence = torch.zeros(inside.shape, device=losses.device)
-    confidence[inside] = (1 - DPACE_ALPHA) * torch.exp(-losses) + DPACE_ALPHA
+    confidence = ((1 - DPACE_ALPHA) * torch.exp(-losses) + DPACE_ALPHA) * inside
     reached = confidence.cumprod(dim=-1)
     return reached.flip(-1).cumsum(dim=-1).flip(-1) * inside
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockpilot.device import sent
 from blockpilot.draft_training.batches import DraftBatch, collate, draw_anchors, possible_anchors
 from blockpilot.draft_training.features import Corpus, Document
 from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, Weighting, sample_vocabulary
@@ -23,6 +24,7 @@ from blockpilot.sweep.trees import emitted_along
 
 GRADIENT_CLIP = 1.0  # largest norm
 LENGTH_WINDOW = 16  # batches per window; documents are sorted by length within a window
+LENGTH_STEP = 64  # tokens: compiled steps pad their documents to a multiple
 
 
 class Validation(NamedTuple):
@@ -58,7 +60,7 @@ class DraftFitSettings:
     autocast: bool = True
     """Run matrix products in bfloat16; weights stay float32."""
     compile: bool = False
-    """Compile the draft's layers: takes minutes at the start, then steps are faster."""
+    """Compile the draft's layers and its loss: takes minutes at the start, then steps are faster."""
 
     def check(self) -> None:
         """Raise ValueError, naming the setting, for a value out of range."""
@@ -92,7 +94,8 @@ class TrainingFit(ABC):
         settings, self.steps_per_epoch = self.settings, steps_per_epoch
         self.num_steps = settings.epochs * steps_per_epoch
         self._trained = trained
-        self._optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=settings.lr)
+        parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(parameters, lr=settings.lr, fused=parameters[0].is_cuda)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: learning_rate_factor(step, self.num_steps)
         )
@@ -157,8 +160,7 @@ class DraftFit(TrainingFit):
         self._corpus, self._frequent = corpus, frequent
         assert isinstance(self._inner, DraftLoss)
         if settings.compile:
-            for layer in self._inner.draft.decoder_layers:
-                layer.compile(dynamic=True)
+            self._inner.compile_parts()
         steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
         if steps_per_epoch == 0:
             raise ValueError(
@@ -180,7 +182,7 @@ class DraftFit(TrainingFit):
         rng_seed = (self.seed * 1_000_003 + self.step) * 1_009 + self._rank
         generator = torch.Generator().manual_seed(rng_seed)
         anchors = [draw_anchors(document, settings.num_anchors, generator) for document in documents]
-        batch = collate(documents, anchors)
+        batch = collate(documents, anchors, *((settings.num_anchors, LENGTH_STEP) if settings.compile else ()))
         vocabulary = None
         if settings.num_sampled and self._inner.may_sample:
             vocab_size = len(self._inner.head)
@@ -202,7 +204,8 @@ class DraftFit(TrainingFit):
             anchors = possible_anchors(document)
             if not len(anchors):
                 continue
-            scores = self._scores(self._inner, collate([document], [anchors]), None)
+            with torch.compiler.set_stance("force_eager"):  # every document has a shape of its own
+                scores = self._scores(self._inner, collate([document], [anchors]), None)
             total = scores.sums if total is None else total + scores.sums
             emitted[temperature] += len(anchors)
             steps[temperature] += len(emitted_along(scores.num_accepted[0].tolist()))
@@ -212,9 +215,9 @@ class DraftFit(TrainingFit):
 
     def _scores(self, loss: nn.Module, batch: DraftBatch, vocabulary: Vocabulary | None) -> Scores:
         device = self._inner.head.device
-        batch = DraftBatch(*(tensor.to(device) for tensor in batch))
+        batch = DraftBatch(*(sent(tensor, device) for tensor in batch))
         if vocabulary is not None:
-            vocabulary = Vocabulary(*(tensor.to(device) for tensor in vocabulary))
+            vocabulary = Vocabulary(*(sent(tensor, device) for tensor in vocabulary if tensor is not None))
         if not self.settings.autocast:
             batch = batch._replace(features=batch.features.float(), hidden=batch.hidden.float())
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):

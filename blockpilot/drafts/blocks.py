@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockpilot.device import sent
+
 ANCHORS_PER_ROW = 8
 
 
@@ -26,10 +28,9 @@ class Blocks(NamedTuple):
 
     def layout(self) -> tuple[Tensor, Tensor]:
         """Block, and offset in that block, of every position of a row: two [sum(widths)]."""
-        device = self.anchors.device
-        block = torch.arange(len(self.widths), device=device)
-        offset = torch.cat([torch.arange(width, device=device) for width in self.widths])
-        return block.repeat_interleave(torch.tensor(self.widths, device=device)), offset
+        block = torch.arange(len(self.widths)).repeat_interleave(torch.tensor(self.widths))
+        offset = torch.cat([torch.arange(width) for width in self.widths])
+        return sent(block, self.anchors.device), sent(offset, self.anchors.device)
 
 
 class KnownContext:

@@ -25,6 +25,7 @@ from ray import serve
 from ray._private.ray_logging import stdout_deduplicator
 from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
@@ -41,7 +42,9 @@ from jobs.serving.fields import RETRY_AFTER_S
 from jobs.serving.gateway import Gateway, bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
-APP = "blockpilot"
+APP, ROUTING = "blockpilot", "jobs.serving.routing"
+# Serve's own delays, 30 s and 10 min, are longer than users wait for a first token, or than a replica takes to start.
+SCALING = {"metrics_interval_s": 2.0, "look_back_period_s": 6.0, "upscale_delay_s": 4.0, "downscale_delay_s": 300.0}
 SPARE_REQUESTS = 32  # capacity of a replica for calls that decode nothing: its status, and 429s
 MAX_GATEWAY_REQUESTS = 100_000  # never reached: the gateway itself refuses excess requests, and still answers /health
 PORT_PATIENCE_S = 5
@@ -186,7 +189,13 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpu
     scaling: dict[str, Any] = {"num_replicas": resources.num_actors}
     if model.max_replicas > resources.num_actors:
         bounds = {"min_replicas": resources.num_actors, "max_replicas": model.max_replicas}
-        scaling = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
+        waiting = {"num_slots": model.num_slots, "target_s": model.first_token_s}
+        policy = AutoscalingPolicy(policy_function=f"{ROUTING}:WaitingScaling", policy_kwargs=waiting)
+        scaling = {"autoscaling_config": bounds | SCALING | {"policy": policy}}
+    if model.routing == "prefix" and _max_replicas(model) > 1:
+        router = {"request_router_class": f"{ROUTING}:PrefixRouter"}
+        router_config = RequestRouterConfig(**router, request_router_kwargs={"num_slots": model.num_slots})
+        scaling |= {"request_router_config": router_config}
     deployment: serve.Deployment = serve.deployment(
         name=name,
         ray_actor_options=actor_options(resources.accelerator_type, cpus.num),

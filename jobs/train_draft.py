@@ -225,6 +225,7 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     shape += (config.markov_rank,) if config.markov_rank else ()
     shape += (config.selector_rank, config.selector_top_k) if config.selector_rank else ()
     shape += ("edges",) if config.only_edges else ()
+    shape += ("causal",) if config.causal else ()
     shape += (config.kind, config.draft_vocab_size) if config.kind != "dflash" or config.draft_vocab_size else ()
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
     key = repr((config.fit, config.seed, shape, config.num_workers, data))

@@ -17,10 +17,10 @@ _NEUTRAL: dict[str, Any] = {
 }
 _OF_DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
 _HEAD_TYPES = "vanilla", "gated"  # of a Markov head
-_CAUSAL = ("is_causal", "causal", "causal_head")  # names of one option; the last is JetSpec's (arXiv 2606.18394)
+CAUSAL = ("is_causal", "causal", "causal_head")  # names of one option; the last is JetSpec's (arXiv 2606.18394)
 OWN_OPTIONS = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank", "sample_from_anchor"),
-    *("target_hidden_size", "markov_head_type", *_OF_DFLASH2, *_CAUSAL, *_NEUTRAL),
+    *("target_hidden_size", "markov_head_type", *_OF_DFLASH2, *CAUSAL, *_NEUTRAL),
 )
 
 
@@ -98,7 +98,7 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
         is_gated=head_type == "gated",
         **parts,
         sample_from_anchor=from_anchor,
-        causal=_causal({name: option(name) for name in _CAUSAL}),
+        causal=_causal({name: option(name) for name in CAUSAL}),
     )
 
 

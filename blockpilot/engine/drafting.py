@@ -193,12 +193,12 @@ def draft_candidates(
     num: int,
     graphs: Graphs | None = None,
 ) -> Candidates:
-    """The draft's `num` best choices at hidden states [N, hidden], or as many as its edges read."""
+    """The draft's `num` best choices at hidden states [N, hidden], or as many as its edges choose among."""
     return candidates(head(hidden), positions, sampling, _num_choices(head, num), head.subset, graphs)
 
 
 def _num_choices(head: DraftHead, num: int) -> int:
-    return num if head.edges is None else max(num, head.edges.width)
+    return num if head.edges is None else head.edges.width  # whatever other rows of the batch need
 
 
 def _processed_candidates(

@@ -31,6 +31,10 @@ class ReplicaDeployment:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
         self._replica.check_health()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's name for metrics of a replica that the autoscaling policy reads (routing.WaitingScaling)."""
+        return {"waiting_s": self._replica.loop.waiting_s}
+
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Use another policy; Serve calls this once before the first request."""
         self._replica.reconfigure(user_config)

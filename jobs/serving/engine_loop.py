@@ -89,6 +89,12 @@ class EngineLoop:
         """Number of requests that wait for a slot."""
         return len(self._waiting) + self.engine.num_waiting
 
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that the oldest response without a first token has waited; 0 if there is none."""
+        since = [stream.submitted for stream in tuple(self._open) if not stream.has_begun]
+        return time.monotonic() - min(since) if since else 0.0
+
     def submit(self, requests: Sequence[Request], client: str = "") -> "Stream":
         """Queue all requests, or none; called on the event loop that reads their steps.
 
@@ -203,6 +209,7 @@ class EngineLoop:
         stream, number = self._in_engine[step.request_id]
         if step.finish_reason is not None:
             del self._in_engine[step.request_id]
+        stream.has_begun = True
         if not stream._put((number, step)):
             self._cancel(stream)
 
@@ -218,6 +225,7 @@ class Stream:
         self.requests, self.client = requests, client
         self.left = set(range(len(requests)))
         """Numbers of the unfinished requests."""
+        self.submitted, self.has_begun = time.monotonic(), False
         self._owner = owner
         self._event_loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Step] | ApiError] = asyncio.Queue()

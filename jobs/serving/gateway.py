@@ -31,6 +31,7 @@ from jobs.serving.api import Exchange, Limits, make_app
 from jobs.serving.clients import ApiKeys
 from jobs.serving.fields import ApiError
 from jobs.serving.metrics import GatewayMetrics
+from jobs.serving.routing import affinity
 from jobs.serving.schema import Body, Objects
 
 log = logging.getLogger("ray.serve.blockpilot")
@@ -105,11 +106,11 @@ class RemoteModel:
 
     def answer(self, body: Body, client: str) -> Objects:
         """The objects of the response, from a replica."""
-        return self._objects("answer", body, client)
+        return self._objects("answer", body, client, session_id=affinity(body))
 
-    async def _objects(self, method: str, *arguments: object) -> Objects:
+    async def _objects(self, method: str, *arguments: object, session_id: str = "") -> Objects:
         """The objects of a replica; if it is lost before the first object, those of another replica, once."""
-        handle = self._handle.options(method_name=method, stream=method == "answer")
+        handle = self._handle.options(method_name=method, stream=method == "answer", session_id=session_id)
         for tries_left in (1, 0):
             response, has_yielded = handle.remote(*arguments), False
             try:

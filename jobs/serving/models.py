@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -35,6 +36,11 @@ class ModelConfig(Config):
     """Resources of each replica; num_actors is the number of replicas, or the minimum if max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
     """Maximum number of replicas in autoscaling, which drains and stops idle replicas."""
+    first_token_s: float = Field(default=2.0, gt=0)
+    """Autoscaling adds a replica while a request waits longer for its first token, or if requests outnumber rows."""
+    routing: Literal["prefix", "least-loaded"] = "prefix"
+    """Replica of a request. prefix: the one that answered the beginning of the conversation, or requests with the same
+    `prompt_cache_key`, while it has a free row. least-loaded: one of two random replicas."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together (slots of its cache)."""
     max_length: int | None = Field(default=None, ge=2)

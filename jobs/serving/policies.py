@@ -13,7 +13,7 @@ from blockpilot.control.acceptance import AcceptanceModel, Prior
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.cost import StepPrice
 from blockpilot.engine.generate import generate
-from blockpilot.evaluation.pricing import holds_here, measure_price
+from blockpilot.evaluation.pricing import holds_here
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy, StepPolicy
 from blockpilot.policy.store import load_policy
@@ -21,6 +21,7 @@ from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, on_passing_thread
 from jobs.serving.models import check_without_draft
+from jobs.serving.prices import kept_price
 
 TRIAL_TOKENS = 8
 PRICE_CONTEXT, PRICE_ROWS = 256, 4  # of the steps timed at the start; small, since requests wait for it
@@ -105,14 +106,14 @@ class PolicyInUse:
     def _price_for(self, price: StepPrice | None) -> StepPrice | None:
         """Step cost of this device: the policy's, if it was measured on such a device, otherwise the one used so far.
 
-        It is measured only for the first policy, before any request: timing during requests would slow them and be
+        Steps are timed only for the first policy, before any request: timing during requests would slow them and be
         wrong.
         """
         if price is not None and holds_here(price, self._pair):
             self._price = price
         elif self._price is None and self._named is None:
             rows = min(self._loop.engine.num_slots, PRICE_ROWS)
-            self._price = measure_price(self._pair, rows, PRICE_CONTEXT)
+            self._price = kept_price(self._pair, rows, PRICE_CONTEXT)
         return self._price or price
 
 

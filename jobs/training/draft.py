@@ -1,5 +1,6 @@
 """Draft that jobs/train_draft.py trains: its configuration, and the parts that depend on its family."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, cast
@@ -21,7 +22,7 @@ from blockpilot.drafts.dflash_checkpoint import load_draft, new_draft_config, sa
 from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer_ids
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
 from blockpilot.drafts.edges import Edges
-from blockpilot.drafts.options import parse_options
+from blockpilot.drafts.options import CAUSAL, parse_options
 from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
 from jobs.answers import AnswersConfig
@@ -51,6 +52,9 @@ class TrainDraftConfig(AnswersConfig):
     none."""
     selector_top_k: int = Field(default=16, ge=2)
     """Number of top tokens per position that the selector selects from."""
+    causal: bool = False
+    """Every position of a DFlash draft's block sees only those before it, as in JetSpec (arXiv 2606.18394); by default
+    the whole block, or what `start` sees."""
     only_edges: bool = False
     """Train only the selector or Markov head, on a frozen draft (`start`) with or without one. The draft's outputs on
     the answers are computed once."""
@@ -143,15 +147,34 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
     path = Path(config.start)
     start = (load_draft(path) if is_dflash else load_eagle3(path)).float()
     start.check_fit(target)
-    has_new_edges = isinstance(start, DraftModel) and start.edges is None
-    expected_shape, start_shape = (_shape(d, target, with_edges=not has_new_edges) for d in (draft, start))
+    if isinstance(start, DraftModel):
+        start = _with_parts(start, config)
+    expected_shape, start_shape = _shape(draft, target), _shape(start, target)
     if expected_shape != start_shape:
         raise ValueError(f"start {config.start}: a draft of {start_shape}, but the configuration is {expected_shape}")
-    if isinstance(draft, DraftModel) and isinstance(start, DraftModel) and has_new_edges:
-        draft.load_state_dict(start.state_dict(), strict=False)
-        draft.vocabulary = start.vocabulary
-        return draft
     return start
+
+
+def _with_parts(start: DraftModel, config: TrainDraftConfig) -> DraftModel:
+    """The draft with a causal mask, and with the configuration's edges if it has none."""
+    parts: dict[str, int] = {"causal": True} if config.causal and not start.options.causal else {}
+    if start.edges is None:
+        parts |= _edge_options(config)
+    if not any(parts.values()):
+        return start
+    network = copy.deepcopy(start.config)
+    kept = {name: value for name, value in (network.dflash_config or {}).items() if name not in CAUSAL}
+    network.dflash_config = kept | parts
+    draft = DraftModel(network)
+    draft.make_room(start.embed_tokens is not None, None if start.lm_head is None else start.vocabulary)
+    draft.load_state_dict(start.state_dict(), strict=False)
+    draft.vocabulary = start.vocabulary
+    return draft
+
+
+def _edge_options(config: TrainDraftConfig) -> dict[str, int]:
+    top_k = config.selector_top_k if config.selector_rank else 0
+    return {"markov_rank": config.markov_rank, "selector_rank": config.selector_rank, "selector_top_k": top_k}
 
 
 def _dflash_config(config: TrainDraftConfig, target: PretrainedConfig) -> Qwen3Config:
@@ -161,20 +184,19 @@ def _dflash_config(config: TrainDraftConfig, target: PretrainedConfig) -> Qwen3C
         block_size=config.block_size,
         mask_token_id=mask_token_id(config),
         target_layer_ids=config.target_layer_ids,
-        markov_rank=config.markov_rank,
-        selector_rank=config.selector_rank,
-        selector_top_k=config.selector_top_k if config.selector_rank else 0,
+        causal=config.causal,
+        **_edge_options(config),
     )
 
 
-def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig, *, with_edges: bool) -> str:
+def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig) -> str:
     layer_ids = " ".join(map(str, draft.layer_ids(target.num_hidden_layers)))
     size = f"block size {draft.block_size}"
     if isinstance(draft, Eagle3Model):
         return f"{size}, {draft.options.draft_vocab_size} tokens, target layers {layer_ids}"
     options, shape = draft.options, f"{size}, {draft.config.num_hidden_layers} layers, target layers {layer_ids}"
     ranks = {"Markov head": options.markov_rank, "candidate selector": options.selector_rank}
-    edges = "".join(f", {name} of rank {rank}" for name, rank in ranks.items() if rank and with_edges)
+    edges = "".join(f", {name} of rank {rank}" for name, rank in ranks.items() if rank)
     return shape + edges
 
 

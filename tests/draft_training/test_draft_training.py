@@ -299,6 +299,22 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, corpus: StoredCorpus) ->
     assert tokens_per_step(tiny_pair, loss.draft) > max(1.5, before + 0.4)
 
 
+def test_a_compiled_fit_takes_the_same_steps(tiny_pair: Pair, corpus: StoredCorpus) -> None:
+    """With documents and anchors padded to a few shapes, and a selector among the draft's own vocabulary."""
+
+    def losses(*, compile: bool) -> list[float]:
+        torch.manual_seed(0)
+        draft = tiny_draft(tiny_pair.target, BLOCK, selector_rank=3, selector_top_k=6)
+        draft.vocabulary = torch.arange(256)
+        loss = loss_of(tiny_pair, draft, weighting="dpace", distill=1.0, overlap=0.5)
+        how = replace(settings(epochs=2, num_anchors=30, num_sampled=0), compile=compile)
+        fit = DraftFit(loss, corpus, torch.arange(9), how)
+        steps = [float(sums.loss / sums.weight) for sums in fit.steps()]
+        return [*steps, *fit.validate(corpus, range(4)).tau.values()]
+
+    assert losses(compile=True) == pytest.approx(losses(compile=False), rel=1e-3)
+
+
 # --- answers and features ---
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from helpers.tiny import MASK_ID
 from jobs import answers
 from jobs.common.config import ConfigError
 from jobs.train_draft import check_answers, run, write_shard_features
-from jobs.training.draft import TrainDraftConfig, draft_loss, edge_loss, mask_token_id
+from jobs.training.draft import TrainDraftConfig, draft_loss, edge_loss, fresh_draft, mask_token_id
 
 ROOT = Path(__file__).parents[2]
 EAGLE3: dict[str, object] = {"kind": "eagle3", "draft_vocab_size": 100}
@@ -110,6 +111,28 @@ def test_models_that_do_not_fit_are_refused(tiny_pair_dirs: tuple[Path, Path], p
             run(config(tiny_pair_dirs[0], prompts, start=str(start)))
     with pytest.raises(ConfigError, match=r"block_size: Input should be greater than or equal to 2 \(got 1\)"):
         config(tiny_pair_dirs[0], prompts, block_size=1)
+
+
+def test_a_start_gets_the_parts_that_it_lacks(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    """A causal mask and a selector; its convolutions, vocabulary and weights stay."""
+    target = AutoConfig.from_pretrained(tiny_pair_dirs[0])
+    convolutions = {"conv_kernel_size": 2, "conv_group_size": 8}
+    shape: dict[str, Any] = {"num_layers": 1, "block_size": 4, "mask_token_id": MASK_ID}
+    start = DraftModel(new_draft_config(target, **shape, **convolutions))
+    start.vocabulary = torch.arange(20)
+    save_draft(start, tmp_path / "start")
+    same_shape = {"num_layers": 1, "block_size": 4, "start": str(tmp_path / "start")}
+    plain = fresh_draft(config(tiny_pair_dirs[0], prompts, **same_shape))
+    other = fresh_draft(
+        config(tiny_pair_dirs[0], prompts, **same_shape, causal=True, selector_rank=4, selector_top_k=6)
+    )
+    assert (plain.options.causal, plain.options.selector_rank) == (None, 0)
+    assert (other.options.causal, other.options.selector_rank) == (True, 4)
+    for draft in (plain, other):
+        assert draft.options.conv_kernel_size == 2
+        assert draft.vocabulary.tolist() == list(range(20))
+        state = draft.state_dict()
+        assert all(state[name].equal(value.bfloat16().float()) for name, value in start.state_dict().items())
 
 
 def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:

@@ -11,6 +11,14 @@ from helpers.api import HttpCall, Send, client_of, event_loop, replica_of
 from jobs.serving.replica import Replica
 
 
+@pytest.fixture(scope="session", autouse=True)
+def prices_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Step costs of tests are not those of the user's servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jobs.serving.prices.FOLDER", tmp_path_factory.mktemp("prices"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def replica(tiny_pair: Pair) -> Iterator[Replica]:
     """Tests that change a replica, or need another one, define a fixture of this name."""

@@ -352,7 +352,7 @@ def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         nums_in_flight.append(replica.loop.num_in_flight)
         return measure_price(*arguments)
 
-    monkeypatch.setattr("jobs.serving.policies.measure_price", timing)
+    monkeypatch.setattr("jobs.serving.policies.kept_price", timing)
     return nums_in_flight
 
 

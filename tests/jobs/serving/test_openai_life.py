@@ -250,7 +250,7 @@ def test_only_the_engines_thread_keeps_a_team_of_openmps(tiny_pair: Pair, monkey
 
         return run
 
-    monkeypatch.setattr(policies, "measure_price", noted(policies.measure_price))
+    monkeypatch.setattr(policies, "kept_price", noted(policies.kept_price))
     replica = Replica(noted(lambda: tiny_pair))
     try:
         replica.reconfigure({"policy": "untrained"})

@@ -1,0 +1,56 @@
+"""Step costs that a server keeps between its starts: measuring takes seconds, checking a part of one."""
+
+import hashlib
+import logging
+import math
+import time
+from pathlib import Path
+
+from blockpilot.control.cost import StepPrice, read_price
+from blockpilot.evaluation.pricing import holds_here, measure_price, mixtures_for, time_steps
+from blockpilot.pairs.loading import Pair
+from blockpilot.storage import write_text
+
+FOLDER = Path.home() / ".cache" / "blockpilot" / "prices"
+TOLERANCE = 1.2  # between a plain and a drafting step's seconds, each over its cost
+LONGEST_AGE_S = 30 * 24 * 3600.0  # a driver, a library or the machine's neighbours may be others by then
+log = logging.getLogger("ray.serve.blockpilot")
+
+
+def kept_price(pair: Pair, rows: int, context: int, folder: Path | None = None) -> StepPrice:
+    """The step cost of an earlier start, at today's pace, or a new one, which is kept.
+
+    A pair, dtype, device, number of rows and context has a file. An old or damaged one, and one whose ratio of a
+    plain to a drafting step is not today's, is written anew.
+    """
+    key = repr((pair.id, str(pair.target.dtype), str(pair.target.device), rows, context))
+    file = (folder or FOLDER) / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    price = _read(file, pair)
+    pace = None if price is None else _pace(pair, price, context)
+    if price is not None and pace is not None:
+        log.info("step cost kept", extra={"age_s": round(time.time() - file.stat().st_mtime), "pace": round(pace, 3)})
+        return price.with_coefficients(price.coefficients * pace)
+    price = measure_price(pair, rows, context)
+    try:
+        write_text(file, price.to_json())
+    except OSError as error:
+        log.warning("the step cost is not kept: %s", error)
+    return price
+
+
+def _read(file: Path, pair: Pair) -> StepPrice | None:
+    try:
+        if time.time() - file.stat().st_mtime > LONGEST_AGE_S:
+            return None
+        price = read_price(str(file))
+    except (OSError, ValueError):
+        return None
+    return price if holds_here(price, pair) else None
+
+
+def _pace(pair: Pair, price: StepPrice, context: int) -> float | None:
+    """Today's seconds over the cost's, by a plain and a drafting step; None if the two are not alike."""
+    mixtures = mixtures_for(pair, 1)
+    timed = time_steps(pair, [mixtures[0], mixtures[4]], context)
+    paces = [step.seconds / price.seconds(step.load) for step in timed]
+    return None if max(paces) > TOLERANCE * min(paces) else math.sqrt(paces[0] * paces[1])

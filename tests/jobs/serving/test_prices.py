@@ -1,0 +1,66 @@
+"""Step costs that a server keeps: read again, checked, and measured anew if they are damaged, old or not today's."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blockpilot.control.cost import read_price
+from blockpilot.evaluation.pricing import measure_price
+from blockpilot.pairs.loading import Pair
+from jobs.serving import prices
+from jobs.serving.prices import LONGEST_AGE_S, kept_price
+
+ROWS, CONTEXT = 2, 10
+
+
+@pytest.fixture
+def file(tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a first start. Timed steps of this tiny pair differ by more than those of a real one."""
+    monkeypatch.setattr(prices, "TOLERANCE", 4.0)
+    kept_price(tiny_pair, ROWS, CONTEXT, tmp_path)
+    [file] = tmp_path.iterdir()
+    return file
+
+
+def test_a_second_start_keeps_the_ratios_of_the_first(
+    file: Path, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prices, "measure_price", lambda *_: pytest.fail("measured"))
+    first, second = read_price(str(file)), kept_price(tiny_pair, ROWS, CONTEXT, file.parent)
+    assert second.pair == tiny_pair.id
+    np.testing.assert_allclose(
+        second.coefficients / second.coefficients.sum(), first.coefficients / first.coefficients.sum()
+    )
+
+
+@pytest.mark.parametrize("how", ["damaged", "old", "of another device", "not today's"])
+def test_another_one_is_measured(how: str, file: Path, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    price = read_price(str(file))
+    if how == "damaged":
+        file.write_text(file.read_text()[:40])
+    elif how == "old":
+        long_ago = time.time() - LONGEST_AGE_S - 60
+        os.utime(file, (long_ago, long_ago))
+    elif how == "of another device":
+        file.write_text(file.read_text().replace(price.device, "abacus"))
+    else:  # drafting would take hundreds of plain steps
+        file.write_text(price.with_coefficients(price.coefficients * [1, 1, 1000, 1000, 1000, 1]).to_json())
+    measured = []
+
+    def counted(*arguments: object) -> object:
+        measured.append(arguments)
+        return measure_price(tiny_pair, ROWS, CONTEXT, num_steps=1)
+
+    monkeypatch.setattr(prices, "measure_price", counted)
+    assert kept_price(tiny_pair, ROWS, CONTEXT, file.parent).device == price.device
+    assert len(measured) == 1
+    assert read_price(str(file)).device == price.device
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tiny_pair: Pair, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    assert kept_price(tiny_pair, ROWS, CONTEXT, taken).pair == tiny_pair.id

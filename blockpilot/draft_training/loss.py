@@ -35,8 +35,7 @@ Weighting = Literal["decay", "dpace"]
 
 
 class Vocabulary(NamedTuple):
-    """LM head rows that a step scores: ids [K], ascending, and the correction [K] that is added to a sample's logits.
-    """
+    """LM head rows that a step scores: ids [K], ascending, and what is added to a sample's logits [K]."""
 
     ids: Tensor
     correction: Tensor | None = None

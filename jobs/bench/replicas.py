@@ -1,8 +1,8 @@
 """Several replicas of a model on this machine: where conversations go, and how many replicas a burst gets.
 
-Conversations of several turns are asked with both ways of routing: how much of a later turn's prompt was in the prefix
-cache, and the seconds to its first token. Then one replica meets a burst of conversations with autoscaling: replicas
-and seconds to the first token over time, as a picture, and the requests that were refused or failed.
+Conversations of several turns are asked with both ways of routing: how much of a later turn's prompt was cached, and
+the seconds to its first token. Then one replica meets a burst of conversations with autoscaling: replicas and seconds
+to the first token over time, as a picture, and the requests that were refused or failed.
 
     python -m jobs.bench.replicas --prompts gsm8k mt-bench
 """
@@ -64,7 +64,9 @@ class Turn(NamedTuple):
     received: Received
 
 
-async def conversations(config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt], at_a_time: int) -> list[Turn]:
+async def conversations(
+    config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt], at_a_time: int
+) -> list[Turn]:
     """Ask all conversations, `at_a_time` of them together; each has the answers so far before the next turn."""
     turns, starts = list[Turn](), iter(range(config.num_conversations))
     async with Clients(url) as clients:

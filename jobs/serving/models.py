@@ -39,7 +39,7 @@ class ModelConfig(Config):
     first_token_s: float = Field(default=2.0, gt=0)
     """Autoscaling adds a replica while a request waits longer for its first token, or if requests outnumber rows."""
     routing: Literal["prefix", "least-loaded"] = "prefix"
-    """Replica of a request. prefix: the one that answered the beginning of the conversation, or requests with the same
+    """Replica of a request. prefix: the one that answered the conversation's beginning, or requests with the same
     `prompt_cache_key`, while it has a free row. least-loaded: one of two random replicas."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together (slots of its cache)."""

@@ -25,7 +25,7 @@ FEW_ROWS = 0.7  # share of the rows that remaining replicas may use after one is
 def affinity(body: Body) -> str:
     """Requests with the same value go to the same replica.
 
-    It is the request's `prompt_cache_key`, otherwise the conversation up to the user's first turn, or the beginning of
+    It is the request's `prompt_cache_key`, otherwise the conversation to the user's first turn, or the beginning of
     a completion's first prompt. Conversations differ in the user's first turn even if they share a system prompt,
     which every replica has soon.
     """

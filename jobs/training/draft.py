@@ -53,7 +53,7 @@ class TrainDraftConfig(AnswersConfig):
     selector_top_k: int = Field(default=16, ge=2)
     """Number of top tokens per position that the selector selects from."""
     causal: bool = False
-    """Every position of a DFlash draft's block sees only those before it, as in JetSpec (arXiv 2606.18394); by default
+    """A position of a DFlash draft's block sees only those before it, as in JetSpec (arXiv 2606.18394). By default
     the whole block, or what `start` sees."""
     only_edges: bool = False
     """Train only the selector or Markov head, on a frozen draft (`start`) with or without one. The draft's outputs on

@@ -299,6 +299,7 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, corpus: StoredCorpus) ->
     assert tokens_per_step(tiny_pair, loss.draft) > max(1.5, before + 0.4)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_a_compiled_fit_takes_the_same_steps(tiny_pair: Pair, corpus: StoredCorpus) -> None:
     """With documents and anchors padded to a few shapes, and a selector among the draft's own vocabulary."""
 

@@ -113,7 +113,9 @@ def test_models_that_do_not_fit_are_refused(tiny_pair_dirs: tuple[Path, Path], p
         config(tiny_pair_dirs[0], prompts, block_size=1)
 
 
-def test_a_start_gets_the_parts_that_it_lacks(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+def test_a_start_gets_the_parts_that_it_lacks(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
+) -> None:
     """A causal mask and a selector; its convolutions, vocabulary and weights stay."""
     target = AutoConfig.from_pretrained(tiny_pair_dirs[0])
     convolutions = {"conv_kernel_size": 2, "conv_group_size": 8}

@@ -36,7 +36,10 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 
 
 def conversation(number: int, num_turns: int) -> list[dict[str, str]]:
-    turns = [SYSTEM, {"role": "user", "content": f"Conversation {number}: tell me what a block of tokens is, please."}]
+    turns = [
+        SYSTEM,
+        {"role": "user", "content": f"Conversation {number}: tell me what a block of tokens is, please."},
+    ]
     for turn in range(1, num_turns):
         turns += [{"role": "assistant", "content": f"It is number {turn}."}, {"role": "user", "content": "And then?"}]
     return turns

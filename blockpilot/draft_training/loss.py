@@ -198,8 +198,8 @@ class BlockLoss(DraftLoss):
     def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
         head = self.head if vocabulary is None else self.head[vocabulary.ids]
         logits = functional.linear(hidden, head.to(hidden.dtype))
-        is_sample = vocabulary is not None and vocabulary.correction is not None
-        return logits + vocabulary.correction.to(logits.dtype) if is_sample else logits
+        correction = None if vocabulary is None else vocabulary.correction
+        return logits if correction is None else logits + correction.to(logits.dtype)
 
 
 class SlotScores(NamedTuple):
@@ -228,8 +228,8 @@ def best_tokens(
     """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the text's tokens `before`
     [M].
     """
-    is_sample = vocabulary is not None and vocabulary.correction is not None
-    scores, indices = (logits - vocabulary.correction if is_sample else logits).topk(edges.width, dim=-1)
+    correction = None if vocabulary is None else vocabulary.correction
+    scores, indices = (logits if correction is None else logits - correction).topk(edges.width, dim=-1)
     tokens = indices if vocabulary is None else vocabulary.ids[indices]
     return BestTokens(indices, scores + edges.between(hidden, before[:, None], tokens)[:, 0].float())
 

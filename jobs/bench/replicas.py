@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 from ray import serve
+from ray.serve._private.common import ReplicaState
 
 from blockpilot.evaluation.tables import markdown
 from blockpilot.prompts.files import Prompt, load_prompts
@@ -128,7 +129,7 @@ async def burst(config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt]
 def num_running() -> int:
     """Running replicas of the model."""
     deployments = serve.status().applications[APP].deployments
-    return sum(d.replica_states.get("RUNNING", 0) for name, d in deployments.items() if name != "gateway")
+    return sum(d.replica_states.get(ReplicaState.RUNNING, 0) for name, d in deployments.items() if name != "gateway")
 
 
 def run(config: BenchReplicasConfig) -> dict[str, Any]:

@@ -46,9 +46,9 @@ class PrefixRouter(ConsistentHashRouter):
     num_slots: rows of a replica.
     """
 
-    def initialize_state(self, num_slots: int, **kwargs: Any) -> None:
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._num_slots: int = kwargs.pop("num_slots")
         super().initialize_state(**kwargs)
-        self._num_slots = num_slots
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

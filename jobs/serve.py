@@ -193,9 +193,9 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpu
         policy = AutoscalingPolicy(policy_function=f"{ROUTING}:WaitingScaling", policy_kwargs=waiting)
         scaling = {"autoscaling_config": bounds | SCALING | {"policy": policy}}
     if model.routing == "prefix" and _max_replicas(model) > 1:
-        scaling["request_router_config"] = RequestRouterConfig(
-            request_router_class=f"{ROUTING}:PrefixRouter", request_router_kwargs={"num_slots": model.num_slots}
-        )
+        router: dict[str, Any] = {"request_router_class": f"{ROUTING}:PrefixRouter"}
+        router["request_router_kwargs"] = {"num_slots": model.num_slots}
+        scaling["request_router_config"] = RequestRouterConfig(**router)
     deployment: serve.Deployment = serve.deployment(
         name=name,
         ray_actor_options=actor_options(resources.accelerator_type, cpus.num),

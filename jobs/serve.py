@@ -130,7 +130,8 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
     if args.needs_api_key and not keys.digests:
         raise ValueError("needs_api_key: there is none in BLOCKPILOT_API_KEY, and no --api-key-file")
     for model in args.models:
-        find_policy(model, args.output)
+        if model.policy_source != AUTO:  # replicas look for a champion themselves, and serve without one
+            find_policy(model, args.output)
     connect(metrics_port=args.metrics_port)
     here = {"label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()}} if listens else {}
     gateway: serve.Deployment = serve.deployment(

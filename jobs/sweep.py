@@ -218,10 +218,10 @@ class SweepWorker:
 
     def measure_price(self, rows: int, context: int) -> StepPrice:
         """Step cost on this device, up to `rows` rows with `context` tokens each."""
-        from blockpilot.evaluation.pricing import measure_price
+        from jobs.common.prices import kept_price
 
         assert self._pair is not None
-        return measure_price(self._pair, rows, context)
+        return kept_price(self._pair, rows, context)
 
 
 def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:

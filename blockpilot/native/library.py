@@ -1,4 +1,4 @@
-"""Functions in C for a CPU, compiled by the machine's compiler when a model is prepared, in a second or two.
+"""Functions in C for a CPU, compiled by the machine's compiler when a model is first prepared, in a second or two.
 
 products.c multiplies with the weights (tiles.c on CPUs with AMX), layers.c runs all layers of a decoder (experts.c
 mixtures of experts), ranking.c ranks logits, linking.c applies a draft's edges, growing.c grows draft trees,
@@ -6,11 +6,15 @@ matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torc
 """
 
 import ctypes
+import hashlib
 import logging
 import platform
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
+from blockpilot.storage import whole
 
 Array = NDArray[Any]
 
-FOLDER = Path(__file__).parent
+FOLDER, CACHE = Path(__file__).parent, Path.home() / ".cache" / "blockpilot"
 SOURCES = tuple(
     FOLDER / f"{name}.c"
     for name in ("products", "tiles", "experts", "layers", "ranking", "linking", "growing", "matching")
@@ -99,18 +104,40 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The functions in C for a dtype, or the reason why there are none, which is logged."""
     try:
         _check_machine()
-        with tempfile.TemporaryDirectory() as folder:
-            # One library per dtype: the sources are compiled for one.
-            command = "cc", *FLAGS, *_DEFINES[dtype], "-c"
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda source: _run(folder, *command, str(source)), SOURCES))
-            # Not linked to OpenMP: its calls use torch's OpenMP, and so share its threads.
-            _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
-            return ctypes.CDLL(str(Path(folder, "native.so")))
+        # One library per dtype: the sources are compiled for one.
+        return _kept(("cc", *FLAGS, *_DEFINES[dtype], "-c"))
     except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
         reason = "no C compiler" if isinstance(error, FileNotFoundError) else str(error)
         _logger.warning("decoder layers by torch, which is slower, and exact up to rounding: %s", reason)
         return reason
+
+
+def _kept(command: Sequence[str]) -> ctypes.CDLL:
+    """The library that an earlier process has compiled here, of the same sources by the same compiler, or a new one."""
+    file = CACHE / f"native-{_identity(command)}.so"
+    with suppress(OSError):  # there is none, or it is damaged
+        return ctypes.CDLL(str(file))
+    with tempfile.TemporaryDirectory() as folder:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda source: _run(folder, *command, str(source)), SOURCES))
+        # Not linked to OpenMP: its calls use torch's OpenMP, and so share its threads.
+        _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
+        library = ctypes.CDLL(str(Path(folder, "native.so")))
+        try:
+            with whole(file) as unfinished:
+                shutil.copyfile(Path(folder, "native.so"), unfinished)
+        except OSError as error:
+            _logger.info("compiled functions are not kept: %s", error)
+        return library
+
+
+def _identity(command: Sequence[str]) -> str:
+    """Hash of all that a library depends on: sources, command, compiler and instructions of the CPU."""
+    digest = hashlib.sha256(repr((command, sorted(torch.cpu.get_capabilities().items()))).encode())
+    for file in sorted(FOLDER.glob("*.[ch]")):
+        digest.update(file.read_bytes())
+    digest.update(_run(".", "cc", "--version"))
+    return digest.hexdigest()[:16]
 
 
 def _check_machine() -> None:
@@ -119,8 +146,10 @@ def _check_machine() -> None:
         raise NotImplementedError(f"{platform.machine()} {capability}: an x86-64 CPU with AVX2 is needed")
 
 
-def _run(folder: str, *command: str) -> None:
+def _run(folder: str, *command: str) -> bytes:
+    """The output of a command; raises OSError if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=False)
     if done.returncode:
         message = done.stderr[-400:].decode(errors="replace").strip()
         raise OSError(f"{command[0]}: {message or f'ended with status {done.returncode}'}")
+    return done.stdout

@@ -64,6 +64,11 @@ def tracking_uri() -> str:
     return f"{_SQLITE}{path.absolute()}"
 
 
+def is_missing(uri: str) -> bool:
+    """True for a sqlite store that does not exist yet: nothing is registered there, and a connection creates it."""
+    return uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).exists()
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Results of jobs/evaluate.py on held-out prompts, stored as the version's tags `heldout.<field>`."""

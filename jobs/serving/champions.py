@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from blockpilot.storage import without_secrets
-from jobs.common.registry import Registry, Version
+from jobs.common.registry import Registry, Version, is_missing
 
 log = logging.getLogger("ray.serve.blockpilot")
 
@@ -53,6 +53,8 @@ class ChampionWatch:
     def look(self) -> None:
         """Poll the registry, and apply the champion if it has changed."""
         try:
+            if is_missing(self._store):  # importing MLflow and creating the store would take seconds
+                raise ValueError(f"MLflow store {self._store}: not there yet, so there is no champion")
             self._registry = self._registry or Registry.open(self._store)
             version = self._registry.champion(self.name)
             if self._refused is not None and _same(version, self._refused[0]):

@@ -21,7 +21,7 @@ from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, on_passing_thread
 from jobs.serving.models import check_without_draft
-from jobs.serving.prices import kept_price
+from jobs.common.prices import kept_price
 
 TRIAL_TOKENS = 8
 PRICE_CONTEXT, PRICE_ROWS = 256, 4  # of the steps timed at the start; small, since requests wait for it

@@ -15,7 +15,7 @@ from jobs.serving.replica import Replica
 def prices_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Step costs of tests are not those of the user's servers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jobs.serving.prices.FOLDER", tmp_path_factory.mktemp("prices"))
+        patch.setattr("jobs.common.prices.FOLDER", tmp_path_factory.mktemp("prices"))
         yield
 
 

@@ -10,8 +10,8 @@ import pytest
 from blockpilot.control.cost import read_price
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
-from jobs.serving import prices
-from jobs.serving.prices import LONGEST_AGE_S, kept_price
+from jobs.common import prices
+from jobs.common.prices import LONGEST_AGE_S, kept_price
 
 ROWS, CONTEXT = 2, 10
 

@@ -1,4 +1,4 @@
-"""Step costs that a server keeps between its starts: measuring takes seconds, checking a part of one."""
+"""Step costs that servers and sweeps keep on a machine: measuring takes seconds, checking a part of one."""
 
 import hashlib
 import logging
@@ -12,9 +12,9 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.storage import write_text
 
 FOLDER = Path.home() / ".cache" / "blockpilot" / "prices"
-TOLERANCE = 1.2  # between a plain and a drafting step's seconds, each over its cost
+TOLERANCE = 1.15  # between a plain and a drafting step's seconds, each over its cost
 LONGEST_AGE_S = 30 * 24 * 3600.0  # a driver, a library or the machine's neighbours may be others by then
-log = logging.getLogger("ray.serve.blockpilot")
+log = logging.getLogger("ray.serve.blockpilot")  # the servers' log
 
 
 def kept_price(pair: Pair, rows: int, context: int, folder: Path | None = None) -> StepPrice:

@@ -113,7 +113,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
 
 
 def _kept(command: Sequence[str]) -> ctypes.CDLL:
-    """The library that an earlier process has compiled here, of the same sources by the same compiler, or a new one."""
+    """The library that an earlier process compiled of the same sources with the same compiler, or a new one."""
     file = CACHE / f"native-{_identity(command)}.so"
     with suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(file))

@@ -17,11 +17,11 @@ from blockpilot.evaluation.pricing import holds_here
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy, StepPolicy
 from blockpilot.policy.store import load_policy
+from jobs.common.prices import kept_price
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, on_passing_thread
 from jobs.serving.models import check_without_draft
-from jobs.common.prices import kept_price
 
 TRIAL_TOKENS = 8
 PRICE_CONTEXT, PRICE_ROWS = 256, 4  # of the steps timed at the start; small, since requests wait for it

@@ -184,9 +184,7 @@ def _scored_tokenizer(fields: Fields) -> Any:
     options: dict[str, Any] = {"unk_token": tokens[unknown], "fuse_unk": True, "byte_fallback": True}
     backend = Tokenizer(models.BPE(vocabulary, merges, **options))
     backend.normalizer = normalizers.Replace(" ", _SPACE)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]  # type: ignore[list-item]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     of_kind = {
         kind: [token for token, of_token in zip(tokens, kinds, strict=True) if of_token == kind]
         for kind in (CONTROL, USER_DEFINED)

@@ -37,7 +37,7 @@ from blockpilot.draft_training.loss import frequent_tokens
 from blockpilot.draft_training.training import DraftFit, TrainingFit, Validation
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import Eagle3Model
-from blockpilot.models.target import Target
+from blockpilot.models.target import Target, embedding_table
 from blockpilot.pairs.checkpoints import find_draft
 from blockpilot.pairs.loading import load_target
 from jobs import answers
@@ -187,7 +187,7 @@ class SlotWorker(FeatureWorker):
         """Write the slots of a shard; returns their number."""
         self.check(shard)
         model: Any = self.target.model
-        embedding, head = (module.weight.detach() for module in (model.get_input_embeddings(), model.lm_head))
+        embedding, head = embedding_table(model), model.lm_head.weight.detach()
         answers = [a for a in read_answers(shard.answers) if len(a.tokens) > a.num_prompt_tokens + 1]
         answers.sort(key=lambda answer: len(answer.tokens))  # less padding
         corpus, parts = StreamedCorpus(answers, self.target), list[DraftedSlots]()

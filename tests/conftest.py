@@ -26,7 +26,7 @@ from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.patience import patient
 from helpers.stores import CREATE, NUM_CREATORS
-from helpers.tiny import DFLASH2, byte_tokenizer, tiny_draft, tiny_target
+from helpers.tiny import DFLASH2, byte_tokenizer, tiny_draft, tiny_gemma, tiny_target
 
 settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("blockpilot")
@@ -89,6 +89,16 @@ def tiny_pair_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     target, draft = tiny_pair_dirs
     return load_pair(target=str(target), draft=str(draft), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def gemma_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A random Gemma 3 with sliding-window layers, and a random draft for it."""
+    root, target = tmp_path_factory.mktemp("gemma"), tiny_gemma()
+    target.save_pretrained(root / "target")
+    byte_tokenizer().save_pretrained(root / "target")
+    save_draft(tiny_draft(target), root / "draft", dtype=torch.float32)
+    return load_pair(target=root / "target", draft=root / "draft", dtype="float32")
 
 
 @pytest.fixture(scope="session")

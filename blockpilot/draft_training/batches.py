@@ -1,6 +1,7 @@
 """Batches of documents with anchors, and the draft pass over the blocks at all anchors."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -88,5 +89,6 @@ def draft_batch(draft: DraftModel, embedding: Tensor, batch: DraftBatch, block_s
     tokens = batch.tokens.gather(1, anchors).view(-1, ANCHORS_PER_ROW)
     anchors = anchors.view(-1, ANCHORS_PER_ROW)
     blocks = Blocks(anchors, tokens, torch.full_like(anchors, block_size), (block_size,) * ANCHORS_PER_ROW)
-    hidden = draft.at_anchors(blocks, draft.known(batch.features, rows_each), embedding)
+    embed = partial(functional.embedding, weight=embedding)
+    hidden = draft.at_anchors(blocks, draft.known(batch.features, rows_each), embed)
     return hidden.view(num_documents, -1, block_size, hidden.shape[-1])[:, :num_anchors]

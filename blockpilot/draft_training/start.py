@@ -1,4 +1,8 @@
-"""Initial weights of a draft, copied from its target: last layers, final norm, and the deepest feature layer."""
+"""Initial weights of a draft, copied from its target: last layers, final norm, and the deepest feature layer.
+
+Drafts have Llama's or Qwen3's layers. Weights of a Gemma 3 are brought to their form: the 1 is added to norm weights,
+and what the norms of a sublayer's output do on average is multiplied into its last projection.
+"""
 
 import re
 from collections.abc import Sequence
@@ -21,9 +25,12 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
     attention.
     """
     first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
-    source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
+    source = _source(target, text)
     source["hidden_norm.weight"] = source[f"layers.{first}.input_layernorm.weight"]
-    sizes = _query_and_key_sizes(target, text, first)
+    sizes = {
+        name.replace("_proj", "_norm.weight"): size
+        for name, size in _sizes(target, text, ("self_attn.q_proj", "self_attn.k_proj")).items()
+    }
     copied = 0
     for name, weight in draft.named_parameters():
         target_name = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
@@ -39,7 +46,7 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
 
 
 @torch.no_grad()
-def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel) -> None:
+def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel, text: Sequence[int]) -> None:
     """Copy the target's last layer, final norm and LM head rows into an EAGLE-3 draft, where their shapes fit.
 
     The fused features are initialised to the deepest layer that the draft reads. The part of the projections that
@@ -47,7 +54,7 @@ def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel) -> Non
     draft does not have.
     """
     width = draft.config.hidden_size
-    source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
+    source = _source(target, text)
     last = f"layers.{int(target.config.num_hidden_layers) - 1}."
     source |= {f"midlayer.{name.removeprefix(last)}": v for name, v in source.items() if name.startswith(last)}
     source["midlayer.hidden_norm.weight"] = source.pop("midlayer.input_layernorm.weight")
@@ -64,19 +71,35 @@ def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel) -> Non
     draft.fc.weight[:, -width:].fill_diagonal_(1.0)
 
 
-def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int], first: int) -> dict[str, float]:
-    """Root mean square of a text's queries and keys in the layers from `first` on, by name of the norm's weight."""
+def _source(target: PreTrainedModel, text: Sequence[int]) -> dict[str, Tensor]:
+    """The target's weights by the names, and in the form, of a Llama or Qwen3."""
+    source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
+    if target.config.model_type != "gemma3_text":
+        return source
+    found = {name: value + 1 if "norm" in name else value for name, value in source.items()}
+    sizes = _sizes(target, text, ("self_attn.o_proj", "mlp.down_proj"))
+    for i in range(int(target.config.num_hidden_layers)):
+        layer = f"layers.{i}."
+        for norm, product in (("post_attention", "self_attn.o_proj"), ("post_feedforward", "mlp.down_proj")):
+            weight = found.pop(f"{layer}{norm}_layernorm.weight") / sizes[layer + product]
+            found[f"{layer}{product}.weight"] = weight[:, None] * found[f"{layer}{product}.weight"]
+        found[f"{layer}post_attention_layernorm.weight"] = found.pop(f"{layer}pre_feedforward_layernorm.weight")
+    return found
+
+
+def _sizes(target: PreTrainedModel, text: Sequence[int], products: Sequence[str]) -> dict[str, float]:
+    """Root mean square of the outputs of these products of every layer on a text, by `layers.i.NAME`."""
     sizes: dict[str, float] = {}
 
     def measure(name: str, output: Tensor) -> None:
         sizes[name] = float(output.float().square().mean().sqrt())
 
     handles = [
-        layer.self_attn.get_submodule(f"{kind}_proj").register_forward_hook(
-            lambda _, __, output, name=f"layers.{i}.self_attn.{kind}_norm.weight": measure(name, output)
+        layer.get_submodule(product).register_forward_hook(
+            lambda _, __, output, name=f"layers.{i}.{product}": measure(name, output)
         )
-        for i, layer in enumerate(target.model.layers[first:], start=first)
-        for kind in "qk"
+        for i, layer in enumerate(target.model.layers)
+        for product in products
     ]
     target.model(torch.tensor([text], device=target.device), use_cache=False)
     for handle in handles:

@@ -20,6 +20,9 @@ from blockpilot.models.cache import SlotCache
 from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates, Sampling
 
+Embed = Callable[[Tensor], Tensor]
+"""Token ids [...] -> embeddings [..., hidden] as the target's layers read them, which Gemma scales."""
+
 
 class Asked(NamedTuple):
     """Rows [R] that proposals are wanted for: depths[r] (1 or more) positions after each one's anchor."""
@@ -109,11 +112,10 @@ class Draft(nn.Module, ABC):
         check_same("vocabulary", self.config.vocab_size, config.vocab_size)
 
     @abstractmethod
-    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         """Hidden states [R, sum(widths), hidden], for the LM head, of blocks on known texts.
 
-        The one for a position knows the text up to the token before it, or less. embedding [vocab, hidden] is the
-        target's.
+        The one for a position knows the text up to the token before it, or less. `embed` is the target's.
         """
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import skip_init
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
-from blockpilot.drafts.base import Draft, check_layers, check_same
+from blockpilot.drafts.base import Draft, Embed, check_layers, check_same
 from blockpilot.drafts.blocks import Blocks, KnownContext, block_mask
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.drafts.options import DraftOptions, parse_options
@@ -256,21 +256,21 @@ class DraftModel(Draft):
         projected = [self.project(i, context, rotary) for i in range(len(self.layers))]
         return KnownContext([keys for keys, _ in projected], [values for _, values in projected], rows_each)
 
-    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
-        embedding = embedding if self.embed_tokens is None else self.embed_tokens.weight
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
+        embed = self.embed_tokens or embed
         if self.options.sample_from_anchor:  # a slot less, each of the token after its own position
-            found = self._of_slots(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embedding)
+            found = self._of_slots(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embed)
             return found.roll(1, dims=1)
-        return self._of_slots(blocks, context, embedding)
+        return self._of_slots(blocks, context, embed)
 
-    def _of_slots(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+    def _of_slots(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         block, offset = blocks.layout()
         tokens = torch.where(offset == 0, blocks.tokens[:, block], self.options.mask_token_id)
         positions = blocks.anchors[:, block] + offset
         columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
         distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
         masks = self.layer_masks(block_mask(blocks, context.num_columns), distance)
-        hidden: Tensor = self(functional.embedding(tokens, embedding), positions, masks, context, offset)
+        hidden: Tensor = self(embed(tokens), positions, masks, context, offset)
         return hidden
 
     def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:

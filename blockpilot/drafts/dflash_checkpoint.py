@@ -24,6 +24,7 @@ from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import ARCHITECTURE, DFLASH2, OWN_OPTIONS, VOCABULARY_FILE, default_layer_ids
 from blockpilot.models.cache import head_dim
+from blockpilot.models.decoder import full_rope
 from blockpilot.storage import first_line, write_text
 
 CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
@@ -186,7 +187,7 @@ def new_draft_config(
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": num_layers,
         "head_dim": head_dim(target_config),
-        "rope_parameters": dict(target_config.rope_parameters),
+        "rope_parameters": full_rope(target_config),
         "attention_bias": False,
         "tie_word_embeddings": False,
         "block_size": block_size,

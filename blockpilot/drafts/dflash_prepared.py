@@ -128,7 +128,7 @@ class CachedDFlash:
         """Hidden states of tokens [N, hidden] with these offsets [N] in their blocks, after all layers."""
         if isinstance(self._layers, ConvolvedLayers):
             return self._layers.of_blocks(hidden, rotary, cache, masks, offsets)
-        return self._layers(hidden, rotary, cache, masks, ())[0]
+        return self._layers(hidden, [rotary] * len(masks), cache, masks, ())[0]
 
     def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:
         """Every layer's, for queries at positions [R, W] of blocks that end before columns [R]."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from blockpilot.drafts.base import Draft, check_layers
+from blockpilot.drafts.base import Draft, Embed, check_layers
 from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.dflash import DraftMlp, Rotary, turned
 from blockpilot.models.cache import head_dim, num_kv_heads
@@ -227,7 +226,7 @@ class Eagle3Model(Draft):
         scores: Tensor = self.lm_head(self.norm(hidden))
         return scores
 
-    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         """Chains along the texts: at the first drafted position it is the context vector before the anchor."""
         assert context.tokens is not None
         assert context.contexts is not None
@@ -235,12 +234,12 @@ class Eagle3Model(Draft):
         anchors = blocks.anchors.reshape(num_texts, -1)  # a text's rows side by side
         visible = torch.arange(context.num_columns, device=anchors.device) < anchors[:, :, None]
         attend = UnrolledAttention((context.keys[0], context.values[0], visible))
-        embedding = embedding if self.embed_tokens is None else self.embed_tokens.weight
+        embed = self.embed_tokens or embed
         hidden = context.contexts.gather(1, (anchors - 1)[:, :, None].expand(-1, -1, width))
         found = [hidden, hidden]  # nobody reads the anchor's own
         for i in range(max(blocks.widths) - 2):
             tokens = context.tokens.gather(1, (anchors + 1 + i).clamp_max(length - 1))
-            hidden = self(functional.embedding(tokens, embedding), hidden, anchors + i, attend)
+            hidden = self(embed(tokens), hidden, anchors + i, attend)
             found.append(hidden)
         block, offset = blocks.layout()
         of_blocks = torch.stack(found, dim=2).view(*blocks.anchors.shape, -1, width)

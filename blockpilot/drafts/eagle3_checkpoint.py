@@ -23,6 +23,7 @@ from blockpilot.drafts.dflash_checkpoint import (
 )
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.models.cache import head_dim, num_kv_heads
+from blockpilot.models.decoder import full_rope
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN3_ARCHITECTURE = "Qwen3Eagle3Model"  # DeepSpec's
@@ -172,7 +173,7 @@ def new_eagle3_config(target_config: Any) -> LlamaConfig:
         "num_hidden_layers": 1,
         "num_key_value_heads": num_kv_heads(target_config),
         "head_dim": head_dim(target_config),
-        "rope_parameters": dict(target_config.rope_parameters),
+        "rope_parameters": full_rope(target_config),
         "tie_word_embeddings": False,
     }
     return LlamaConfig(**options)

@@ -182,7 +182,7 @@ class PreparedEagle3(PreparedDraft):
         if self._draft.midlayer.norm_before_residual:
             hidden = both[:, 1].contiguous()
         rotary = self._rotary.table(view, embedded).at(positions)
-        self._layers(hidden, rotary, view, [masks], (), both.flatten(1))
+        self._layers(hidden, [rotary], view, [masks], (), both.flatten(1))
         return hidden
 
 

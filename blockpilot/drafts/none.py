@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.base import Asked, Choose, Draft, PreparedDraft
+from blockpilot.drafts.base import Asked, Choose, Draft, Embed, PreparedDraft
 from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.choices import Linked
 from blockpilot.models.cache import SlotCache
@@ -32,7 +32,7 @@ class NoDraft(Draft):
     def check_fit(self, config: object) -> None:
         """Fits every target."""
 
-    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         """Raise ValueError: there is nothing to run."""
         raise ValueError("the pair has no draft: it has no hidden states of blocks")
 

@@ -1,11 +1,12 @@
 """The prepared form of a target: its embeddings, its layers as one call over packed tokens, and its LM head.
 
-Rotary tables, masks and cache indices do not depend on the layer and are computed once a pass.
+Cache indices do not depend on the layer and are computed once a pass, rotary tables and masks once for each kind of
+layer: with sliding-window layers there are two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,25 @@ from blockpilot.models.packing import Packing
 from blockpilot.native.library import reason_without
 from blockpilot.native.products import Padding
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text")
+UNSUPPORTED = {
+    "gemma": "norms and embeddings of its first version",
+    "gemma2": "attention scores and logits with a soft cap",
+    "gemma3": "images beside text; a checkpoint of the text model alone, gemma3_text, runs",
+    "gemma3n": "embeddings in every layer",
+    "gemma4": "heads of two sizes, and keys and values that layers share",
+    "gemma4_text": "heads of two sizes, and keys and values that layers share",
+    "gpt_oss": "attention sinks, and experts with clamped activations",
+}
+"""Families that people ask for, and what of them is not computed."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+class LayerKind(NamedTuple):
+    """Layer type, as transformers names it, and the window of its attention in tokens, None for all."""
+
+    name: str
+    window: int | None
 
 
 class Decoder:
@@ -35,7 +53,8 @@ class Decoder:
         check_network(model.config)
         body, config = cast(Any, model.model), model.config
         self._layers = layers_of(body.layers, body.norm.weight, config)
-        self._rotary, self.embed = RotaryTable(body.rotary_emb), body.embed_tokens
+        self._kinds, self.embed = layer_kinds(config), body.embed_tokens
+        self._rotaries = {kind.name: RotaryTable(body.rotary_emb, kind.name) for kind in self._kinds}
         self._groups = config.num_attention_heads // num_kv_heads(config)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
@@ -61,20 +80,23 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
         hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
-        table = self._rotary.table(cache, hidden)
+        tables = {name: rotary.table(cache, hidden) for name, rotary in self._rotaries.items()}
         # On a GPU few tokens run by a CUDA graph. Mixtures route tokens on the host; prompts are too wide.
         if self._layers.is_dense and len(packing.parts) == 1:
-            in_box = partial(self._in_box, table, tuple(feature_layers))
+            in_box = partial(self._in_box, tables, tuple(feature_layers))
             outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0])
             if outputs is not None:
                 normed, features = outputs
                 return normed, features
-        masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
-        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), feature_layers)
+
+        def masks_of(window: int | None) -> list[Mask]:
+            return [Mask(part, part.visible_in(window), self._groups, hidden.dtype) for part in packing.parts]
+
+        return self._run(hidden, tables, packing.positions, cache, masks_of, feature_layers)
 
     def _in_box(
         self,
-        table: Rotary,
+        tables: Mapping[str, Rotary],
         feature_layers: Sequence[int],
         hidden: Tensor,
         box: Box,
@@ -82,39 +104,83 @@ class Decoder:
         packing: Packing,
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
-        masks = [Mask(packing, box.visible(places), self._groups, hidden.dtype)]
-        return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), feature_layers)
+        def masks_of(window: int | None) -> list[Mask]:
+            return [Mask(packing, box.visible(places, window), self._groups, hidden.dtype)]
+
+        return self._run(hidden, tables, places.positions, cache, masks_of, feature_layers)
+
+    def _run(
+        self,
+        hidden: Tensor,
+        tables: Mapping[str, Rotary],
+        positions: Tensor,
+        cache: SlotView,
+        masks_of: Callable[[int | None], list[Mask]],
+        feature_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers; those of one kind share its rotary embeddings and masks."""
+        rotary = {name: table.at(positions) for name, table in tables.items()}
+        masks = {window: masks_of(window) for window in {kind.window for kind in self._kinds}}
+        rotaries, all_masks = (
+            [rotary[kind.name] for kind in self._kinds],
+            [masks[kind.window] for kind in self._kinds],
+        )
+        return self._layers(hidden, rotaries, cache, all_masks, feature_layers)
 
 
 def check_family(model_type: object) -> None:
     """Raise ValueError for an unsupported family."""
-    if model_type not in FAMILIES:
-        raise ValueError(f"target family {model_type!r}: supported are {', '.join(FAMILIES)}")
+    if model_type in FAMILIES:
+        return
+    reason = f" ({UNSUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in UNSUPPORTED else ""
+    raise ValueError(f"target family {model_type!r}{reason}: supported are {', '.join(FAMILIES)}")
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """The kind of every layer."""
+    window = getattr(config, "sliding_window", None)
+    # Qwen3-MoE has no layer types: its window applies to all layers. Llama has neither.
+    is_mixture = config.model_type == "qwen3_moe" and window is not None
+    default = "sliding_attention" if is_mixture else "full_attention"
+    names = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    return [LayerKind(name, window if name == "sliding_attention" else None) for name in names]
+
+
+def full_rope(config: Any) -> dict[str, Any]:
+    """Rotary parameters of the layers that see the whole text."""
+    rope = config.rope_parameters or {}
+    return dict(rope.get("full_attention", rope))
 
 
 def check_network(config: Any) -> None:
     """Raise ValueError, with the reason, for a model that this engine cannot run exactly."""
     check_family(config.model_type)
-    # Qwen3-MoE has no layer types: its window applies to all layers.
-    slides = config.model_type == "qwen3_moe" and config.sliding_window is not None
-    if slides or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError("target with sliding-window layers: only full attention is supported")
+    if LayerKind("sliding_attention", None) in layer_kinds(config):
+        raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ValueError(f"target with quantization_config {method}: only weights of floats are supported")
+    of_gemma = (
+        ("hidden_activation", ("gelu_pytorch_tanh",)),
+        *((name, (None,)) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
+        ("use_bidirectional_attention", (False, None)),
+    )
+    names = of_gemma if config.model_type == "gemma3_text" else (("hidden_act", ("silu",)),)
+    options: list[tuple[str, Any, Sequence[Any]]] = [
+        (name, getattr(config, name), allowed) for name, allowed in names
+    ]
     rope = config.rope_parameters or {}
-    for name, value, supported in (
-        ("hidden_act", config.hidden_act, ("silu",)),
-        ("rope_type", rope.get("rope_type"), ROPE_TYPES),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
-    ):
+    for parameters in [rope[kind.name] for kind in layer_kinds(config) if kind.name in rope] or [rope]:
+        options.append(("rope_type", parameters.get("rope_type"), ROPE_TYPES))
+        options.append(("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), (1.0,)))
+    for name, value, supported in options:
         if value not in supported:
             raise ValueError(f"target option {name} = {value}: supported is {', '.join(map(str, supported))}")
 
 
 def context_length(config: Any) -> int:
     """Maximum tokens of a text; with YaRN the original length times the factor, if that is more."""
-    rope, longest = config.rope_parameters or {}, int(config.max_position_embeddings)
+    rope, longest = full_rope(config), int(config.max_position_embeddings)
     if rope.get("rope_type") != "yarn":
         return longest
     return max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.device import sent
-from blockpilot.models.packing import Packing
+from blockpilot.models.packing import Packing, within
 
 MOST_WIDTH, MOST_TOKENS = 32, 512  # maxima of a box
 LEAST_LENGTH = 256  # columns
@@ -83,12 +83,19 @@ class Box(NamedTuple):
         """The slot of every token or padding, [R * W]."""
         return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten()
 
-    def visible(self, places: BoxPlaces) -> Tensor:
-        """Mask [R, 1, W, length] of visible columns: those before the row, and of the token and its ancestors."""
+    def visible(self, places: BoxPlaces, window: int | None = None) -> Tensor:
+        """Mask [R, 1, W, length] of visible columns: those before the row, and of the token and its ancestors.
+
+        window: only of tokens less than that many positions before.
+        """
         starts, follows = (t.view(self.rows, self.width, 1) for t in (places.starts, places.follows))
         inside = torch.arange(self.length, device=starts.device) - starts
         followed = (follows >> inside.clamp(0, self.width - 1)) & 1
-        return ((inside < 0) | ((inside < self.width) & (followed > 0)))[:, None]
+        visible = ((inside < 0) | ((inside < self.width) & (followed > 0)))[:, None]
+        if window is None or self.length <= window:
+            return visible
+        positions = places.positions.view(self.rows, self.width)
+        return within(window, visible, positions, starts[:, 0, 0])
 
 
 class Captured:

@@ -26,9 +26,13 @@ class Rotary(NamedTuple):
     sines: Tensor
 
     @classmethod
-    def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor) -> Self:
-        """For tokens at positions [N], by a model's rotary embedding, in the dtype of `hidden`."""
-        cosines, sines = (table[0, :, None] for table in embedding(hidden, positions[None]))  # [N, 1, head_dim]
+    def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor, *layer_type: str) -> Self:
+        """For tokens at positions [N], by a model's rotary embedding, in the dtype of `hidden`.
+
+        layer_type: given if the embedding differs by it.
+        """
+        tables = embedding(hidden, positions[None], *layer_type)
+        cosines, sines = (table[0, :, None] for table in tables)  # [N, 1, head_dim]
         negated, straight = sines.chunk(2, dim=-1)
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
@@ -42,13 +46,16 @@ class RotaryTable:
 
     Embeddings of type "dynamic" and "longrope" depend on the longest text. Here that is the maximum length of the
     cache, as in vLLM, so that a row's result does not depend on the other rows of the batch.
+
+    layer_type: of an embedding that differs by it, such as Gemma 3's.
     """
 
-    def __init__(self, embedding: Any) -> None:
-        self._embedding = embedding
+    def __init__(self, embedding: Any, layer_type: str | None = None) -> None:
+        kind = getattr(embedding, "rope_type", "default")
+        self._embedding, self._layer_type = embedding, (layer_type,) if layer_type and isinstance(kind, dict) else ()
         self._table: Rotary | None = None
         self._length = 0  # maximum length of a text that the table was computed for
-        kind = getattr(embedding, "rope_type", "default")
+        kind = kind[layer_type] if isinstance(kind, dict) else kind
         self._depends_on_longest = "dynamic" in kind or kind == "longrope"
 
     def table(self, cache: SlotCache | SlotView, hidden: Tensor) -> Rotary:
@@ -62,7 +69,7 @@ class RotaryTable:
             or table.cosines.dtype != hidden.dtype
         ):
             positions = torch.arange(cache.num_columns, device=hidden.device).clamp_(max=length - 1)
-            table, self._length = Rotary.of(self._embedding, hidden, positions), length
+            table, self._length = Rotary.of(self._embedding, hidden, positions, *self._layer_type), length
             self._table = table
         return table
 
@@ -80,13 +87,54 @@ class Mask:
         return folded(self.visible, self._groups, self._dtype)
 
 
+class LayerForm(NamedTuple):
+    """What the layers of a family compute in their own way."""
+
+    eps: float
+    scale: float
+    """Scale of attention scores."""
+    gelu: bool
+    """MLPs' gates are GELU (its tanh approximation), not SiLU."""
+    from_one: bool
+    """Norm weights are added to 1, and products with them are in float32 (Gemma)."""
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        is_gemma = config.model_type == "gemma3_text"
+        width = config.query_pre_attn_scalar if is_gemma else head_dim(config)
+        return cls(config.rms_norm_eps, width**-0.5, is_gemma, is_gemma)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of [N, hidden]."""
+        if self.from_one:
+            return self._by_weights_from_one(x, weight)
+        return functional.rms_norm(x, x.shape[-1:], weight, self.eps)
+
+    def norm_heads(self, heads: Tensor, weights: Tensor) -> None:
+        """RMSNorm of heads [N, heads, head_dim], in place, by weights [heads, head_dim]."""
+        if self.from_one:
+            heads.copy_(self._by_weights_from_one(heads, weights))
+        else:
+            torch.mul(functional.rms_norm(heads, heads.shape[-1:], eps=self.eps), weights, out=heads)
+
+    def _by_weights_from_one(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed = functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return normed.mul_(1 + weight.float()).to(x.dtype)
+
+
 class LayerWeights:
     """Weights of a pre-norm layer of a transformers model, or of a draft; its linear layers are prepared in place."""
 
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
-        norms = module.input_layernorm, module.post_attention_layernorm
-        self.before, self.after = (norm.weight.detach().clone() for norm in norms)
-        """Norm weights [hidden], before attention and after it: copies that layers.c can point to."""
+        self.form = LayerForm.of(config)
+        # Gemma's layers norm what a sublayer adds, too, by names that have another meaning elsewhere.
+        has_more, own = hasattr(module, "pre_feedforward_layernorm"), module.post_attention_layernorm
+        self.before = _copied(module.input_layernorm)
+        self.after = _copied(module.pre_feedforward_layernorm if has_more else own)
+        """Norm weights [hidden], before attention and before the MLP: copies that layers.c can point to."""
+        self.of_attended = _copied(own) if has_more else None
+        self.of_mlp = _copied(module.post_feedforward_layernorm) if has_more else None
+        """Norm weights [hidden] of what attention and the MLP add; None if it is added as it is."""
         self.head_norms = _head_norms(module.self_attn, config)
         """Norm weights of queries and keys [query and key heads, head_dim]; None if the model has none."""
         heads, hidden = half_heads(config), Padding.to_multiple(config.hidden_size)
@@ -105,11 +153,17 @@ class LayerWeights:
             self.experts = prepared_experts(module.mlp)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """SwiGLU, or the model's own mixture of experts: [N, hidden] -> [N, hidden]."""
+        """SwiGLU, GeGLU, or the model's own mixture of experts: [N, hidden] -> [N, hidden]."""
         if self.gate_up is None or self.down is None:
             return cast(Tensor, self._mlp(x[None])[0])
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate).mul_(up))
+        gate = functional.gelu(gate, approximate="tanh") if self.form.gelu else functional.silu(gate)
+        return self.down(gate.mul_(up))
+
+
+def _copied(norm: Any) -> Tensor:
+    weight: Tensor = norm.weight.detach().clone()
+    return weight
 
 
 def half_heads(config: PretrainedConfig) -> Padding:
@@ -132,7 +186,7 @@ class DecoderLayers:
 
     def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, config: PretrainedConfig) -> None:
         self._layers, self._norm = layers, norm.detach().clone()
-        self._dim, self._eps = head_dim(config), config.rms_norm_eps
+        self._dim, self._form = head_dim(config), LayerForm.of(config)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -150,13 +204,14 @@ class DecoderLayers:
     def __call__(
         self,
         hidden: Tensor,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         cache: SlotView,
         masks: Sequence[Sequence[Mask]],
         feature_layers: Sequence[int],
         first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers on hidden states [N, hidden], in place; a layer's masks are those of the packing's parts.
+        """Run all layers on hidden states [N, hidden], in place, each by its rotary embeddings [layers] and masks
+        [layers], those of the packing's parts.
 
         first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. Returns the
         final hidden states [N, hidden], normed, and the features after F `feature_layers`, [N, F * hidden].
@@ -166,8 +221,8 @@ class DecoderLayers:
         for i, layer in enumerate(self._layers):
             x = first_input if i == 0 else None
             x = self._add_norm(hidden, delta, layer.before) if x is None else x
-            attended = self._attend(i, x, rotary, cache, masks[i])
-            delta = layer.mlp(self._add_norm(hidden, attended, layer.after))
+            attended = self._normed(self._attend(i, x, rotaries[i], cache, masks[i]), layer.of_attended)
+            delta = self._normed(layer.mlp(self._add_norm(hidden, attended, layer.after)), layer.of_mlp)
             if i in feature_layers:
                 after[i] = hidden + delta
         normed = self._add_norm(hidden, delta, self._norm)
@@ -184,7 +239,7 @@ class DecoderLayers:
     def _attend(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Tensor:
         """A layer's attention output [N, hidden] of normed states [N, hidden]; stores their keys and values first."""
         queries = self._store(index, x, rotary, cache)
-        return self._layers[index].out(attend_parts(masks, queries, *cache.read(index), self._dim**-0.5))
+        return self._layers[index].out(attend_parts(masks, queries, *cache.read(index), self._form.scale))
 
     def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store a layer's keys and values of normed states [N, hidden]; returns the queries [N, heads, head_dim]."""
@@ -193,7 +248,7 @@ class DecoderLayers:
         # Queries and keys are normed and rotated together, in place: they are views of one product's output.
         rotated, keys_values = heads[:, :-num_kv], heads[:, -2 * num_kv :]
         if layer.head_norms is not None:
-            torch.mul(functional.rms_norm(rotated, (self._dim,), eps=self._eps), layer.head_norms, out=rotated)
+            self._form.norm_heads(rotated, layer.head_norms)
         # x * cos + swapped halves of x * sin, of which the first half is negated in the table.
         torch.addcmul(rotated * rotary.cosines, rotated.roll(self._dim // 2, -1), rotary.sines, out=rotated)
         cache.store(keys_values.unflatten(1, (2, num_kv)), index)
@@ -205,8 +260,12 @@ class DecoderLayers:
             hidden.add_(delta)
         return self._norm_of(hidden, weight)
 
+    def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
+        """What a sublayer adds [N, hidden], normed if it has weights."""
+        return delta if weight is None else self._norm_of(delta, weight)
+
     def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._eps)
+        return self._form.norm(hidden, weight)
 
 
 def attend_parts(masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -43,21 +43,26 @@ class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
-        *fields(c_void_p, "before", "after", "of_heads"),
+        *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp"),
     )
 
 
 class _ShapeStruct(Structure):
     _fields_ = (
         *fields(c_long, "layers", "hidden", "queries", "kv", "dim", "inner", "own_hidden", "own_dim"),
-        ("eps", c_float),
+        *fields(c_float, "eps", "scale"),
+        *fields(c_int, "gelu", "from_one"),
     )
+
+
+class _RotaryStruct(Structure):
+    _fields_ = fields(c_void_p, "cosines", "sines")
 
 
 class _TokensStruct(Structure):
     _fields_ = (
         ("num", c_long),
-        *fields(c_void_p, "cosines", "sines", "cache"),
+        ("cache", c_void_p),
         *fields(c_long, "slots", "length"),
         *fields(c_void_p, "own_slots", "own_columns"),
     )
@@ -88,7 +93,7 @@ class NativeLayers(DecoderLayers):
         heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * self._halves.padded
         inner = max(struct.down.inputs for struct in self._structs)
         sizes = self._widths.padded, *heads, dim, inner, self._widths.size, self._dim
-        self._shape = _ShapeStruct(len(layers), *sizes, self._eps)
+        self._shape = _ShapeStruct(len(layers), *sizes, *self._form)
 
     @property
     def halves(self) -> Padding:
@@ -96,8 +101,12 @@ class NativeLayers(DecoderLayers):
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
         """Weights of a layer's norms, padded."""
+        before, after, of_attended, of_mlp = (
+            None if norm is None else self._widths.pad(norm)
+            for norm in (layer.before, layer.after, layer.of_attended, layer.of_mlp)
+        )
         head_norms = None if layer.head_norms is None else self._halves.pad(layer.head_norms)
-        return [self._widths.pad(layer.before), self._widths.pad(layer.after), head_norms]
+        return [before, after, head_norms, of_attended, of_mlp]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
@@ -105,13 +114,10 @@ class NativeLayers(DecoderLayers):
         products = map(_packed, (layer.qkv, layer.out, layer.gate_up, layer.down))
         return _LayerStruct(*products, None if experts is None else pointer(experts.struct), *map(_address, norms))
 
-    def _padded(self, rotary: Rotary) -> Rotary:
-        return Rotary(*(self._halves.pad(table) for table in rotary))
-
     def __call__(
         self,
         hidden: Tensor,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         cache: SlotView,
         masks: Sequence[Sequence[Mask]],
         feature_layers: Sequence[int],
@@ -124,8 +130,9 @@ class NativeLayers(DecoderLayers):
         assert padded.is_contiguous()
         shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
         # 2. Indices in the cache, and masks: layers with the same masks share their structs.
-        structs = _PassStructs(cache)
-        tokens, parts = structs.tokens(self._padded(rotary)), list(map(structs.parts, masks))
+        structs = _PassStructs(cache, self._halves)
+        tokens, parts = structs.tokens(num), list(map(structs.parts, masks))
+        turns = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries))
         # 3. Buffers: normed states; queries, keys and values; attention; sublayer output; gate and up; their product.
         attended = shape.queries * shape.dim
         widths = (
@@ -146,7 +153,7 @@ class NativeLayers(DecoderLayers):
         layers = torch.tensor(feature_layers, dtype=torch.int64)
         structs.check(
             self._run(
-                *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens)),
+                *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens), turns),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
                 *map(_address, (first_input, padded, *buffers, scores)),
                 *(room, byref(expert_room.struct), num_features, layers.data_ptr(), features.data_ptr(), threads),
@@ -159,28 +166,37 @@ class NativeLayers(DecoderLayers):
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
         x = self._widths.pad(x)
         assert x.is_contiguous()
-        structs = _PassStructs(cache)
+        structs = _PassStructs(cache, self._halves)
         heads = x.new_empty(len(x), 2 * self._shape.kv * self._shape.dim)
-        tokens = structs.tokens(self._padded(rotary))
-        pointers = byref(self._shape), self._structs, byref(tokens)
+        tokens, turn = structs.tokens(len(x)), structs.rotary(rotary)
+        pointers = byref(self._shape), self._structs, byref(tokens), byref(turn)
         structs.check(self._project(*pointers, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
 
 
 class _PassStructs:
     """Structs of a pass, and the tensors that they point to."""
 
-    def __init__(self, cache: SlotView) -> None:
-        self._cache = cache
+    def __init__(self, cache: SlotView, halves: Padding) -> None:
+        self._cache, self._halves = cache, halves
         _, _, self._num_slots, _, self._length, _ = cache.layers.shape
         self._pointed: list[Tensor] = []
         self._parts: dict[int, Any] = {}
+        self._rotaries: dict[int, _RotaryStruct] = {}
+        self._num = 0
 
-    def tokens(self, rotary: Rotary) -> _TokensStruct:
+    def tokens(self, num: int) -> _TokensStruct:
         layers, (slots, columns) = self._cache.layers, self._cache.token_indices
-        assert len(rotary.cosines) == len(slots) == len(columns)
-        cosines, sines, slot_pointer, column_pointer = map(self._pointer, (*rotary, slots, columns))
-        size = self._num_slots, self._length
-        return _TokensStruct(len(slots), cosines, sines, layers.data_ptr(), *size, slot_pointer, column_pointer)
+        assert num == len(slots) == len(columns)
+        self._num, size = num, (self._num_slots, self._length)
+        return _TokensStruct(num, layers.data_ptr(), *size, *map(self._pointer, (slots, columns)))
+
+    def rotary(self, rotary: Rotary) -> _RotaryStruct:
+        """Struct of a layer's rotary embeddings, shared by layers with the same."""
+        key = id(rotary)
+        if key not in self._rotaries:
+            assert len(rotary.cosines) == len(rotary.sines) == self._num
+            self._rotaries[key] = _RotaryStruct(*(self._pointer(self._halves.pad(table)) for table in rotary))
+        return self._rotaries[key]
 
     def parts(self, masks: Sequence[Mask]) -> Any:
         """Structs [parts] of a layer's masks, shared by layers with the same masks."""
@@ -231,9 +247,10 @@ def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., i
     buffers = (c_void_p,) * 9  # first input, hidden, and buffers
     structs = POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
-        *(*structs, c_void_p, POINTER(_TokensStruct), c_long, POINTER(POINTER(_PartStruct)), *buffers),
+        *(*structs, c_void_p, POINTER(_TokensStruct), POINTER(_RotaryStruct)),
+        *(c_long, POINTER(POINTER(_PartStruct)), *buffers),
         *(c_long, POINTER(RoomStruct), c_long, c_void_p, c_void_p, c_int),
     )
-    project.argtypes = *structs, POINTER(_TokensStruct), c_void_p, c_void_p, c_int
+    project.argtypes = *structs, POINTER(_TokensStruct), POINTER(_RotaryStruct), c_void_p, c_void_p, c_int
     run.restype = project.restype = c_int
     return run, project

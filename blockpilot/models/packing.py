@@ -132,6 +132,12 @@ class Packing:
         row_columns = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
         return mask.scatter_(2, row_columns, sent(inside, device))[:, None, :, : self.length]
 
+    def visible_in(self, window: int | None) -> Tensor:
+        """`visible`, narrowed to columns of tokens less than `window` positions before."""
+        if window is None or self.length <= window:
+            return self.visible
+        return within(window, self.visible, self.pad(self.positions), tensor_on(self._device, self.starts))
+
     @cached_property
     def spans(self) -> tuple[Tensor, Tensor]:
         """[R] and [R]: the number of tokens of every row, and its first token."""
@@ -156,6 +162,20 @@ class Packing:
         """
         attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale)
         return self.pack(attended.transpose(1, 2))
+
+
+def within(window: int, visible: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
+    """Mask [R, 1, width, length] of visible columns narrowed to tokens less than `window` positions before.
+
+    The tokens of a row, at positions [R, width], are in the columns from starts [R] on; before those, a column's
+    number is its token's position.
+    """
+    (num_rows, width), length = positions.shape, visible.shape[-1]
+    # `width` more columns, cut off at the end: a short row's padding may extend beyond the longest row.
+    at_columns = torch.arange(length + width, device=visible.device).repeat(num_rows, 1)
+    at_columns.scatter_(1, starts[:, None] + torch.arange(width, device=visible.device), positions)
+    distance = positions[:, None, :, None] - at_columns[:, None, None, :length]
+    return visible & (distance < window)
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ which see the columns up to their own. The LM head runs only on requested positi
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +13,14 @@ from transformers import PreTrainedModel
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.packing import Packing
+
+
+def embedding_table(model: PreTrainedModel) -> Tensor:
+    """Embeddings [vocab, hidden] of all tokens as the layers read them: a copy if the model scales its weights."""
+    embeddings: Any = model.get_input_embeddings()
+    weight: Tensor = embeddings.weight.detach()
+    scale = getattr(embeddings, "embed_scale", None)
+    return weight if scale is None else weight * scale.to(weight.dtype)
 
 
 class Scored(NamedTuple):

@@ -1,9 +1,16 @@
-/* SwiGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE.
+/* SwiGLU and GeGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE.
  *
  * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, whatever the
  * other rows choose. Each expert multiplies all of its rows at once.
  */
 #include "experts.h"
+
+/* number / (1 + e^-x) */
+static inline lanes by_logistic(lanes number, lanes x)
+{
+    lanes small = exponential(chosen(x > 0, -x, x)); /* at most 1 */
+    return number * chosen(x > 0, (lanes){0} + 1, small) / (1 + small);
+}
 
 void swiglu(long rows, long inner, const stored *gate_up, stored *out)
 {
@@ -11,9 +18,19 @@ void swiglu(long rows, long inner, const stored *gate_up, stored *out)
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < inner; i += LANES) {
             lanes gate = load(gate_up + row * 2 * inner + i), up = load(gate_up + (row * 2 + 1) * inner + i);
-            lanes small = exponential(chosen(gate > 0, -gate, gate)); /* at most 1 */
-            lanes silu = gate * chosen(gate > 0, (lanes){0} + 1, small) / (1 + small);
-            store(rounded(silu) * up, out + row * inner + i);
+            store(rounded(by_logistic(gate, gate)) * up, out + row * inner + i);
+        }
+}
+
+void geglu(long rows, long inner, const stored *gate_up, stored *out)
+{
+    const float twice = 1.59576912f; /* 2 * sqrt(2 / pi); (1 + tanh(x)) / 2 is the logistic function of 2 * x */
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < inner; i += LANES) {
+            lanes gate = load(gate_up + row * 2 * inner + i), up = load(gate_up + (row * 2 + 1) * inner + i);
+            lanes gelu = by_logistic(gate, twice * fused(gate * gate * gate, (lanes){0} + 0.044715f, gate));
+            store(rounded(gelu) * up, out + row * inner + i);
         }
 }
 

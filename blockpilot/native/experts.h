@@ -22,6 +22,9 @@ struct room_of_experts {
 /* gate_up [rows, 2, inner] -> silu(gate) * up [rows, inner], rounded where transformers rounds. */
 void swiglu(long rows, long inner, const stored *gate_up, stored *out);
 
+/* The same with the tanh approximation of GELU. */
+void geglu(long rows, long inner, const stored *gate_up, stored *out);
+
 /* x [rows, hidden] -> out [rows, hidden]: all threads of a parallel region call it together. */
 void mix(const struct experts *experts, long rows, long hidden, const stored *x, const struct room_of_experts *room,
          stored *out, long threads);

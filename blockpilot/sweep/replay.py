@@ -9,7 +9,7 @@ The LM head runs position by position over the blocks that are right so far: abo
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class KnownTexts(NamedTuple):
     def blocks_at(self, pair: Pair, blocks: Blocks, rows_each: int = 1) -> Tensor:
         """Hidden states [R, sum(widths), hidden] of blocks; `rows_each` rows of `blocks` belong to each text."""
         context = KnownContext(self.keys, self.values, rows_each, tokens=self.tokens, contexts=self.context)
-        embedding = cast(Tensor, pair.target.get_input_embeddings().weight)
-        return pair.draft.at_anchors(blocks, context, embedding)
+        return pair.draft.at_anchors(blocks, context, pair.target.get_input_embeddings())
 
     def rows(self, index: Tensor) -> "KnownTexts":
         """The texts at `index`."""

@@ -77,13 +77,13 @@ class PairConfig(Config):
     def models(self) -> tuple[str, str]:
         """Names of target and draft, NO_DRAFT without one; raises ValueError as `names` does."""
         name, target, draft = self.names()
-        return NAMED_PAIRS[name] if name is not None else (str(target), draft or NO_DRAFT)
+        target, draft = NAMED_PAIRS[name] if name is not None else (target, draft)
+        return str(target), draft or NO_DRAFT
 
     @property
     def has_draft(self) -> bool:
         """False for a target without a draft; raises ValueError as `names` does."""
-        name, _, draft = self.names()
-        return name is not None or draft is not None
+        return self.models[1] != NO_DRAFT
 
     def need_draft(self, what: str) -> None:
         """Raise ValueError for a target without a draft, naming it and `what` needs a draft, and as `names` does."""

@@ -23,6 +23,7 @@ from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
 from blockpilot.drafts.edges import Edges
 from blockpilot.drafts.options import CAUSAL, parse_options
+from blockpilot.models.target import embedding_table
 from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
 from jobs.answers import AnswersConfig
@@ -223,9 +224,9 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     """
     disable_progress_bar()
     model, _, _ = load_target(config.target, torch.bfloat16)
-    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    head_weight = cast(torch.Tensor, model.get_output_embeddings().weight).detach()
     dtype = torch.bfloat16 if config.fit.autocast else torch.float32
-    embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)
+    embedding, head = embedding_table(model).to(dtype), head_weight.to(dtype)
     draft, from_target, fit = fresh_draft(config), config.start == "target", config.fit
     use_vocabulary(config, draft, answers)
     if isinstance(draft, DraftModel):
@@ -233,7 +234,7 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
             start_from_target(draft, model, answers[0].tokens)
         return BlockLoss(draft, embedding, head, weighting=fit.weighting, distill=fit.distill, overlap=fit.overlap)
     if from_target:
-        start_eagle3_from_target(draft, model)
+        start_eagle3_from_target(draft, model, answers[0].tokens)
     return Eagle3Loss(draft, embedding, head, distill=fit.distill, overlap=fit.overlap)
 
 

@@ -27,7 +27,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Sampling
 from helpers.documents import PROMPTS, SOURCE, greedy_answers, random_documents, stored_corpus, write_shard
-from helpers.tiny import tiny_draft
+from helpers.tiny import tiny_draft, tiny_gemma
 
 BLOCK = 4
 
@@ -207,6 +207,29 @@ def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     torch.testing.assert_close(norm, keys.square().mean().sqrt().expand(norm.shape))
     features = torch.randn(3, draft.fc.in_features)
     assert torch.equal(draft.fc(features), features[:, -draft.config.hidden_size :])
+
+
+def test_starting_from_the_layers_of_a_gemma() -> None:
+    """Norm weights are those of a Qwen3, and what norms a sublayer's output is part of its last product."""
+    target = tiny_gemma().eval()
+    draft = tiny_draft(target)
+    assert start_from_target(draft, target, range(20)) == 2 * 11 + 2
+    layer, copied = target.model.layers[-1], draft.layers[-1]
+    for norm, own in (
+        (layer.input_layernorm, copied.input_layernorm),
+        (layer.pre_feedforward_layernorm, copied.post_attention_layernorm),
+        (layer.self_attn.q_norm, copied.self_attn.q_norm),
+        (target.model.norm, draft.norm),
+    ):
+        x = torch.randn(5, len(norm.weight))
+        torch.testing.assert_close(own(x), norm(x))
+    outputs = list[torch.Tensor]()
+    handle = layer.self_attn.o_proj.register_forward_hook(lambda _, inputs, output: outputs.extend([*inputs, output]))
+    with torch.no_grad():
+        target(torch.arange(20)[None])
+    handle.remove()
+    expected = outputs[1] / outputs[1].square().mean().sqrt() * (1 + layer.post_attention_layernorm.weight)
+    torch.testing.assert_close(copied.self_attn.o_proj(outputs[0]), expected)
 
 
 # --- fit ---

@@ -122,7 +122,7 @@ def test_a_draft_learns_its_targets_answers(autocast: bool, distill: float, tiny
     tokens = torch.tensor([token for answer in answers for token in answer.tokens[answer.num_prompt_tokens :]])
     torch.manual_seed(0)
     draft = new_eagle3(tiny_pair.target.config, tokens.unique(), block_size=BLOCK, target_layer_ids=(0, 2, 4))
-    start_eagle3_from_target(draft, tiny_pair.target)
+    start_eagle3_from_target(draft, tiny_pair.target, range(20))
     weight = tiny_pair.target.get_input_embeddings().weight.detach()
     settings = DraftFitSettings(epochs=40, batch_size=2, num_anchors=2, lr=3e-3, num_sampled=0, autocast=autocast)
     fit = DraftFit(Eagle3Loss(draft, weight, weight, distill=distill), corpus, torch.arange(9), settings)

@@ -209,7 +209,7 @@ def test_a_new_draft_that_does_not_fit_is_refused(vocabulary: list[int], layer_i
 def test_starting_from_the_target() -> None:
     target = tiny_target()
     draft = new_eagle3(target.config, VOCABULARY)
-    start_eagle3_from_target(draft, target)
+    start_eagle3_from_target(draft, target, range(20))
     last, attention = target.model.layers[-1], draft.midlayer.self_attn
     assert torch.equal(draft.midlayer.mlp.up_proj.weight, last.mlp.up_proj.weight)
     assert torch.equal(attention.o_proj.weight, last.self_attn.o_proj.weight)

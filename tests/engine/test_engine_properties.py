@@ -253,16 +253,24 @@ SIZES = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def world(tiny_pair: Pair) -> World:
-    """That of all pairs, which have one target."""
+    """That of all pairs with the tiny target."""
     return World(tiny_pair)
 
 
-@pytest.mark.parametrize("name", ["knowing", "markov_pair", "dflash2_pair", "eagle_pair", "alone"])
-def test_texts_are_plain_whatever_is_asked_in_whatever_order(
-    request: pytest.FixtureRequest, world: World, name: str
-) -> None:
+@pytest.fixture(scope="module")
+def sliding_world(gemma_pair: Pair) -> World:
+    """That of a target with sliding-window layers, shorter than any prompt."""
+    return World(gemma_pair)
+
+
+@pytest.mark.parametrize(
+    "name", ["knowing", "markov_pair", "dflash2_pair", "eagle_pair", "alone", "sliding", "sliding and knowing"]
+)
+def test_texts_are_plain_whatever_is_asked_in_whatever_order(request: pytest.FixtureRequest, name: str) -> None:
     """Requests come, end, stop and are cancelled; chats go on; controllers and block sizes change under them."""
-    pair = world.knowing_pair if name == "knowing" else request.getfixturevalue(name)
+    world: World = request.getfixturevalue("sliding_world" if "sliding" in name else "world")
+    is_knowing = name.endswith("knowing")
+    pair = world.knowing_pair if is_knowing else request.getfixturevalue({"sliding": "gemma_pair"}.get(name, name))
     seen = Counter[str]()
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)

@@ -4,7 +4,18 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import new_draft_config
@@ -62,10 +73,39 @@ def tiny_mixture(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | {"head_dim": 12} | experts | changes))
 
 
+WINDOW = 9  # tokens
+GEMMA: dict[str, Any] = {
+    **{"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": WINDOW},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def tiny_gemma(seed: int = 0, **changes: Any) -> Gemma3ForCausalLM:
+    """A random Gemma 3 with random norms, two of three layers with a window, and changes of its configuration."""
+    torch.manual_seed(seed)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | GEMMA | changes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.normal_(std=0.3)
+    return model
+
+
+def tiny_sliding(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    """A random Qwen3 whose upper layers have a window, with changes of its configuration."""
+    torch.manual_seed(seed)
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 12} | window | changes))
+
+
 DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}
 
 
-def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, **parts: Any) -> DraftModel:
+def tiny_draft(target: PreTrainedModel, block_size: int = 4, seed: int = 1, **parts: Any) -> DraftModel:
     """A random draft, with random edges and convolutions where its parts (`DraftOptions`) ask for them."""
     torch.manual_seed(seed)
     shape = {"num_layers": 2, "block_size": block_size}

@@ -11,6 +11,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_prepared import CachedDFlash, PreparedDFlash
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
+from blockpilot.models.target import embedding_table
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import FinishReason, Request, Sampling
 from helpers.engines import plain_text
@@ -38,7 +39,8 @@ class KnowingDraft(CachedDFlash):
     def __init__(self, pair: Pair) -> None:
         assert isinstance(pair.draft, DraftModel)
         super().__init__(pair.draft)
-        self.embedding = pair.target.get_input_embeddings().weight.detach()
+        self.embedding = embedding_table(pair.target)
+        self.head = pair.target.get_input_embeddings().weight.detach()
         self.texts = dict[tuple[int, int], Sequence[int]]()
 
     def remember(self, text: Sequence[int]) -> None:
@@ -57,7 +59,7 @@ class KnowingDraft(CachedDFlash):
             tokens.append((right + (position % 5 == 0 or position % 7 == 3)) % 256)
             seconds.append((right + (position % 7 == 3)) % 256)
         # Tied embeddings: the LM head's best match of a scaled embedding is its own token.
-        normed = self.embedding / self.embedding.norm(dim=1, keepdim=True).square().clamp(min=1e-6)
+        normed = self.head / self.head.norm(dim=1, keepdim=True).square().clamp(min=1e-6)
         return 50 * normed[torch.tensor(tokens)] + 49.5 * normed[torch.tensor(seconds)]
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -45,6 +47,19 @@ def qwen3_moe(**changes: Any) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS | changes))
 
 
+def gemma3(**changes: Any) -> PreTrainedModel:
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | GEMMA | changes))
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+GEMMA: dict[str, Any] = {
+    **{"query_pre_attn_scalar": 24, "sliding_window": 4, "tie_word_embeddings": True},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 MODELS = {
     "llama": llama,
     "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -53,7 +68,12 @@ MODELS = {
     "llama, nothing padded": lambda: llama(head_dim=32),
     "llama, all padded": lambda: llama(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
     "qwen3, nothing padded": lambda: qwen3(head_dim=64),
+    "qwen3 with a window": lambda: qwen3(**SLIDING),
+    "gemma3": gemma3,
+    "gemma3, all padded": lambda: gemma3(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
+    "gemma3, not tied, with biases": lambda: gemma3(tie_word_embeddings=False, attention_bias=True),
     "qwen3_moe": qwen3_moe,
+    "qwen3_moe with a window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=4),
     "qwen3_moe, all padded": lambda: qwen3_moe(head_dim=10, hidden_size=44, moe_intermediate_size=20, vocab_size=265),
     "qwen3_moe, weights of experts that sum to 1": lambda: qwen3_moe(norm_topk_prob=True),
     "qwen3_moe with a dense layer": lambda: qwen3_moe(mlp_only_layers=[1]),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
@@ -28,6 +29,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaConfig),
     "qwen3": (Qwen3DecoderLayer, Qwen3Config),
     "qwen3_moe": (Qwen3MoeDecoderLayer, Qwen3MoeConfig),
+    "gemma3": (Gemma3DecoderLayer, Gemma3TextConfig),
 }
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
 
@@ -80,8 +82,13 @@ class Work(NamedTuple):
         cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU, halves=layers.halves)
         cache.layers.copy_(layers.halves.pad(self.kept))
         view = self.view(cache)
-        normed, features = layers(self.hidden.clone(), self.rotary, view, self.masks, (0, 2, 1))
+        normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1))
         return normed, features, cache.unpadded(LENGTH)
+
+    @property
+    def rotaries(self) -> list[Rotary]:
+        """Of every layer; the second has another one."""
+        return [self.rotary, Rotary(self.rotary.sines, self.rotary.cosines), self.rotary]
 
     def view(self, cache: SlotCache) -> SlotView:
         return cache.view(self.slots, self.packing.columns, self.rows, self.packing.length)
@@ -90,7 +97,8 @@ class Work(NamedTuple):
 def work_of(
     config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int, dim: int = 32
 ) -> Work:
-    """Rows of these widths, in parts. Tokens see a random half of their rows' columns, in layers 0 and 2 the same."""
+    """Rows of these widths, in parts. Tokens see a random half of their rows' columns, from any on; in layers 0 and 2
+    the same."""
     torch.manual_seed(seed)
     sizes = [size for part in parts for size in part]
     packing = Packing(sizes, torch.randint(0, LENGTH - 12, (len(sizes),)).tolist(), CPU, cut=len(parts[0]))
@@ -107,11 +115,11 @@ def work_of(
 
 
 def _half(packing: Packing) -> Tensor:
-    ends = torch.tensor(packing.starts) + torch.tensor(packing.sizes)
+    ends = (torch.tensor(packing.starts) + torch.tensor(packing.sizes))[:, None, None, None]
     visible = torch.rand(len(packing.sizes), 1, packing.width, packing.length) < 0.5
-    visible &= torch.arange(packing.length) < ends[:, None, None, None]
-    visible[..., 0] = True
-    return visible
+    firsts = (torch.rand(len(packing.sizes), 1, packing.width, 1) * ends).long()
+    columns = torch.arange(packing.length)
+    return (visible & (columns >= firsts) & (columns < ends)) | (columns == firsts)
 
 
 def close(rows: Tensor, expected: Tensor) -> bool:
@@ -179,9 +187,9 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
 @settings(deadline=None, max_examples=30)
 @given(stretches=st.integers(1, 3), left=st.integers(1, 8), seed=st.integers(0, 999), num=st.integers(12, 24))
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "window"), [("llama", None), ("qwen3_moe", None), ("llama", 20), ("gemma3", 20)])
 def test_a_token_of_a_tree_is_that_of_its_text(
-    kind: str, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
+    kind: str, window: int | None, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
 ) -> None:
     """To the bit, wherever what it follows lies among other branches, and one token at a time.
 
@@ -203,8 +211,8 @@ def test_a_token_of_a_tree_is_that_of_its_text(
 
     def run(packing: Packing, hidden: Tensor) -> Tensor:
         view = cache.view(packing.rows, packing.columns, slice(0, 1), packing.length)
-        masks = [[Mask(packing, packing.visible, 3, dtype)]] * 3
-        normed, _ = model.native(hidden.clone(), rotary.at(packing.positions), view, masks, ())
+        masks = [[Mask(packing, packing.visible_in(window), 3, dtype)]] * 3
+        normed, _ = model.native(hidden.clone(), [rotary.at(packing.positions)] * 3, view, masks, ())
         return normed
 
     in_tree = run(tree, hidden)[path]
@@ -221,7 +229,7 @@ def test_nothing_is_written_outside_the_cache() -> None:
     for slot, column in ((SLOTS, 0), (-1, 0), (0, LENGTH), (0, -1)):
         view = cache.view(torch.tensor([0, slot]), torch.tensor([0, column]), slice(0, 1), work.packing.length)
         with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
-            model.native(work.hidden, work.rotary, view, work.masks, ())
+            model.native(work.hidden, work.rotaries, view, work.masks, ())
         with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
             model.native.project(work.hidden, work.rotary, view)
         assert not cache.layers.any()

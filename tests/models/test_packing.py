@@ -1,11 +1,14 @@
 """Rows packed side by side: nothing is lost or mixed up, and the target computes what it does for rows apart."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.models import packing
+from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.packing import Packing, folded, grouped_attention
 
 CPU = torch.device("cpu")
@@ -25,6 +28,34 @@ def test_padding_and_back(sizes: list[int]) -> None:
     assert packing.firsts == [int(row[0]) for row in rows]
     assert packing.positions.tolist() == [10 * r + i for r, size in enumerate(sizes) for i in range(size)]
     assert packing.length == max(10 * r + size for r, size in enumerate(sizes))
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    has_trees=st.booleans(),
+    window=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_a_window_leaves_out_earlier_tokens(sizes: list[int], has_trees: bool, window: int, seed: int) -> None:
+    """Of chains and trees, by the positions of queries and columns, in a double loop; boxes give the same."""
+    choice = random.Random(seed)
+    starts = [choice.randint(0, 20) for _ in sizes]
+    trees = [[choice.randint(0, i) for i in range(size - 1)] for size in sizes]
+    packing = Packing(sizes, starts, CPU, trees if has_trees else None)
+    box = Box.around(packing, range(len(sizes)), len(sizes), 300)
+    assert box is not None
+    rows = box.places(packing, range(len(sizes)), 300)
+    in_box = box.visible(BoxPlaces(*rows[:5]), window)
+    narrowed, visible = packing.visible_in(window), packing.visible
+    for row, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        at_columns = {column: column for column in range(start)}
+        at_columns |= {start + i: start + depth for i, depth in enumerate(packing.depths[row])}
+        for i in range(size):
+            for column, position in at_columns.items():
+                is_near = start + packing.depths[row][i] - position < window
+                assert narrowed[row, 0, i, column] == (visible[row, 0, i, column] and is_near)
+                assert in_box[row, 0, i, column] == narrowed[row, 0, i, column]
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (1, 12), (4, 1), (4, 3), (7, 12)])

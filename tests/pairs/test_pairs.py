@@ -1,37 +1,32 @@
-"""Loading pairs: the embedded one and its conversion, names and revisions, dtypes, and what is refused."""
+"""Loading pairs: the embedded one, names and revisions, dtypes, and what is refused."""
 
-import hashlib
 import json
-import multiprocessing
 import re
 import shutil
 import unicodedata
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import pre_tokenizers
-from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
-from blockpilot.models.decoder import Decoder
+from blockpilot.models.decoder import UNSUPPORTED, Decoder, check_network
 from blockpilot.models.native_layers import NativeLayers
-from blockpilot.pairs import checkpoints, embedded
+from blockpilot.pairs import checkpoints
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
-from blockpilot.pairs.embedded import converted
+from blockpilot.pairs.embedded import WHEELS
 from blockpilot.pairs.loading import Pair, load_pair, with_draft
 from blockpilot.pairs.table import EMBEDDED_TARGET, check_pair_names, no_draft_message, split_revision, target_slug
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
-from helpers.patience import patient
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_target
 
 
 def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
@@ -48,94 +43,6 @@ def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
     )
     tokens = [t for step in generate(embedded_pair, prompt, max_new_tokens=16) for t in step.tokens]
     assert "Paris" in embedded_pair.tokenizer.decode(tokens)
-
-
-# --- conversion from GGUF ---
-
-
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target as llama.cpp writes a llama: its own names, and rotary halves interleaved in q and k."""
-    path, model = tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_target()
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<eos>", "<mask>", "ab"])
-    writer.add_token_types([1] * 256 + [3] * 3 + [1])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(257)
-    writer.add_unk_token_id(256)
-    writer.add_pad_token_id(256)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
-    names = {v: k for k, v in embedded._GGUF_NAMES.items()}
-    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, weight in model.state_dict().items():
-        stem = name.removesuffix(".weight")
-        if stem == "lm_head":
-            continue
-        if stem.startswith("model.layers."):
-            layer, part = stem.removeprefix("model.layers.").split(".", 1)
-            if (kind := names[part]) in heads:
-                weight = weight.unflatten(0, (heads[kind], 2, -1)).transpose(1, 2).flatten(0, 2)
-            stem = f"blk.{layer}.{kind}"
-        else:
-            stem = names[stem]
-        writer.add_tensor(f"{stem}.weight", weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _convert(gguf_file: Path, cache_dir: Path, queue: "multiprocessing.Queue[Path]") -> None:
-    queue.put(converted(gguf_file, cache_dir, sha256(gguf_file)))
-
-
-def test_processes_that_convert_at_once_get_one_directory_of_the_same_model(gguf_file: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    queue: multiprocessing.Queue[Path] = context.Queue()
-    workers = [context.Process(target=_convert, args=(gguf_file, tmp_path, queue)) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    [directory] = {queue.get(timeout=patient(60)) for _ in workers}
-    for worker in workers:
-        worker.join()
-    assert list(tmp_path.iterdir()) == [directory]  # nothing half-written stays
-    tokens = torch.arange(20)[None]
-    again = LlamaForCausalLM.from_pretrained(directory)
-    assert torch.equal(again(tokens).logits, tiny_target().eval()(tokens).logits)
-
-
-def test_a_killed_conversion_is_not_taken_for_a_whole_one(gguf_file: Path, tmp_path: Path) -> None:
-    (tmp_path / ".converting-killed").mkdir()
-    (tmp_path / ".converting-killed" / "config.json").write_text("{")
-    directory = converted(gguf_file, tmp_path, sha256(gguf_file))
-    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
-
-
-def test_a_damaged_gguf_is_refused_and_not_converted(gguf_file: Path, tmp_path: Path) -> None:
-    content = bytearray(gguf_file.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged = tmp_path / "tiny.gguf"
-    damaged.write_bytes(content)
-    with pytest.raises(ValueError, match=f"checksum {sha256(damaged)}, expected {sha256(gguf_file)}"):
-        converted(damaged, tmp_path / "cache", sha256(gguf_file))
-    assert not (tmp_path / "cache").exists()
 
 
 # --- names ---
@@ -185,8 +92,32 @@ def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     Qwen2ForCausalLM(Qwen2Config(**sizes, vocab_size=260, num_hidden_layers=1)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="target family 'qwen2': supported are llama, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, gemma3_text"):
         load_pair(target=tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("family", UNSUPPORTED)
+def test_a_family_that_people_ask_for_is_refused_with_the_reason(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ValueError, match=re.escape(f"target family '{family}' ({UNSUPPORTED[family]}): supported")):
+        load_pair(target=tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation = gelu: supported is gelu_pytorch_tanh"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0: supported is None"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"sliding_window": None}, "layer_types sliding_attention: sliding_window must be given"),
+    ],
+)
+def test_a_gemma_that_computes_something_else_is_refused(change: dict[str, Any], message: str) -> None:
+    config = tiny_gemma().config
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        check_network(config)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +201,7 @@ def test_revisions_are_known_without_a_download(
 ) -> None:
     directory = tiny_pair_dirs[0]
     assert known_revision("target", str(directory)) == directory_revision(directory)
-    assert known_revision("target", EMBEDDED_TARGET) == embedded.GGUF_SHA256[:16]
+    assert known_revision("target", EMBEDDED_TARGET) == WHEELS[EMBEDDED_TARGET].sha256[:16]
     assert known_revision("target", "some/target") is None
     assert known_revision("draft", "some/draft@v2") == "v2"
     assert split_revision("/models/a@b") == ("/models/a@b", None)  # paths have none

@@ -21,7 +21,7 @@ from workflows.paper import PaperConfig
 from workflows.pipeline import Pipeline, learn, stage
 from workflows.smollm2_135m import DemoConfig
 
-HUB_PAIRS = tuple(name for name in NAMED_PAIRS if name != "smollm2-135m")
+HUB_PAIRS = tuple(name for name in NAMED_PAIRS if name not in ("smollm2-135m", "gemma3-270m"))
 
 
 def all_pipelines(output: Path) -> Iterator[tuple[str, Pipeline]]:

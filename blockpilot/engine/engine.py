@@ -85,9 +85,9 @@ class Engine:
         self._target = Target(pair.target, pair.layer_ids)
         self.exactness = self._target.exactness  # of texts compared with plain decoding, and why
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
-        self.switched_off = {name: WITH_STATES for name in ("prefix cache", "CUDA graphs") if self._cache.has_states}
+        self.switched_off = {name: WITH_STATES for name in ("prefix cache", "CUDA graphs") if self._target.has_states}
         """Parts of the engine that this target cannot use, with the reason."""
-        if self._cache.has_states and prefix_tokens > 0:
+        if self._target.has_states and prefix_tokens > 0:
             _logger.warning("prefix_tokens %d: prefix cache off, %s", prefix_tokens, WITH_STATES)
             prefix_tokens = 0
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
@@ -96,7 +96,7 @@ class Engine:
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
             self._drafter.cache.graphs = Graphs(self._device)
-            self._cache.graphs = None if self._cache.has_states else self._drafter.cache.graphs
+            self._cache.graphs = None if self._target.has_states else self._drafter.cache.graphs
         self._rows: list[Row] = []  # decoding rows, by slot
         self._partial: Row | None = None  # the row in chunked prefill, in the next slot
         self._waiting: deque[Row] = deque()

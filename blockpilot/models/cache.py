@@ -28,9 +28,6 @@ class SlotCache:
     a head, by the layers in C.
     """
 
-    has_states = False
-    """True if some layers keep a recurrent state of a text in place of keys (states.py)."""
-
     def __init__(
         self,
         config: Any,

@@ -58,9 +58,14 @@ class Decoder:
             return "bit for bit: layers in C"
         return f"up to rounding: layers by torch ({reason_without(*self._kind)})"
 
+    @property
+    def has_states(self) -> bool:
+        """True if some layers are recurrent."""
+        return isinstance(self._layers, HybridLayers)
+
     def new_cache(self, config: Any, num_slots: int, length: int, num_spare: int) -> SlotCache:
         """Cache of the layers, with states if some of them are recurrent."""
-        kind = StateCache if isinstance(self._layers, HybridLayers) else SlotCache
+        kind = StateCache if self.has_states else SlotCache
         return kind(config, num_slots, length, *self._kind, num_spare, self._layers.halves)
 
     def __call__(

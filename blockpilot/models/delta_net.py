@@ -45,17 +45,15 @@ class DeltaNetWeights:
         """[value_dim]"""
 
 
-class Level(NamedTuple):
+class StateLevel(NamedTuple):
     """Tokens of one depth in a pass."""
 
     tokens: Tensor
     """[n]"""
     parents: Tensor
     """[n]: indices of their parents in the level before; at depth 0, of their rows."""
-    final: Tensor
-    """[m]: indices of the tokens whose states their slots keep."""
-    slots: Tensor
-    """[m]"""
+    final: Tensor | None
+    """[2, m]: indices of the tokens whose states their slots keep, and their rows; None if there are none."""
 
 
 class StatePass:
@@ -109,7 +107,7 @@ class StatePass:
         return int(self.sizes[~self.is_chain].max(initial=1))
 
     @cached_property
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[StateLevel]:
         """The tokens in the order of their depths, on the device of the slots."""
         order = np.argsort(self.depths, kind="stable")
         ends = np.cumsum(np.bincount(self.depths))
@@ -117,13 +115,14 @@ class StatePass:
         index[order] = np.arange(len(order)) - np.concatenate([[0], ends])[self.depths[order]]
         rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
         of_parent = np.where(self.parents < 0, rows, index[self.firsts[rows] + np.maximum(self.parents, 0)])
-        offsets = np.arange(len(rows)) - self.firsts[rows]
-        is_final = offsets == np.where(self.is_text, self.sizes - 1, 0)[rows]
-        levels, device, sizes = list[Level](), self.slots.device, np.diff(ends, prepend=0).tolist()
-        by_token = (torch.from_numpy(x[order]).to(device) for x in (np.arange(len(order)), of_parent, rows, is_final))
-        for tokens, parents, of_rows, final in zip(*(x.split(sizes) for x in by_token), strict=True):
-            kept = final.nonzero()[:, 0]
-            levels.append(Level(tokens, parents, kept, self.slots[of_rows[kept]]))
+        final = dict[int, list[tuple[int, int]]]()
+        for row, last in enumerate(self.firsts + np.where(self.is_text, self.sizes - 1, 0)):
+            final.setdefault(int(self.depths[last]), []).append((int(index[last]), row))
+        levels, device, sizes = list[StateLevel](), self.slots.device, np.diff(ends, prepend=0).tolist()
+        by_level = (torch.from_numpy(x).to(device).split(sizes) for x in (order, of_parent[order]))
+        for depth, (tokens, parents) in enumerate(zip(*by_level, strict=True)):
+            of_level = torch.tensor(final[depth], device=device).T if depth in final else None
+            levels.append(StateLevel(tokens, parents, of_level))
         return levels
 
 
@@ -183,7 +182,9 @@ def scan(tokens: Mixed, order: StatePass, matrices: Tensor) -> Tensor:
         of_level = tokens.at(level.tokens)
         states = advanced(states[level.parents], of_level)
         out[level.tokens] = (states * of_level.queries[..., None]).sum(dim=-2)
-        matrices[level.slots] = states[level.final]
+        if level.final is not None:
+            index, rows = level.final
+            matrices[order.slots[rows]] = states[index]
     return out
 
 

@@ -4,7 +4,7 @@ Most layers are gated DeltaNets (delta_net.py), which keep a state; every fourth
 whose output is gated, and whose heads are rotated in their first part only. native_hybrid.py is the version in C.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -57,8 +57,8 @@ class HybridPass(NamedTuple):
     order: StatePass
     masks: Sequence[Mask]
     rotary: Rotary
-    attend: Callable[[int, Tensor], Tensor] | None = None
-    """Attention in C: layer in the cache, and its heads -> attended heads."""
+    native: Any = None
+    """What layers in C read besides."""
 
     @property
     def states(self) -> StateCache:

@@ -5,10 +5,10 @@ both halves, and the rest is rotated by 0. Queries and keys are spread alike, so
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +94,16 @@ class _Order:
         self.struct = _OrderStruct(len(order.parents), len(order.sizes), *pointers)
 
 
+class _NativePass(NamedTuple):
+    """What the layers of a pass share, besides `HybridPass`."""
+
+    order: _Order
+    attend: Callable[[int, Tensor], Tensor]
+    """Attention: layer in the cache, its heads -> attended heads."""
+    places: Tensor
+    """[head_dim]: place of every number of a head in a padded one."""
+
+
 class NativeHybridLayers(HybridLayers):
     """Layers by delta_net.c, and their attention by layers.c."""
 
@@ -103,7 +113,6 @@ class NativeHybridLayers(HybridLayers):
         self._attention = NativeAttention(library, config)
         self._nets = [None if layer.delta_net is None else self._net(layer.delta_net) for layer in self._layers]
         self._nets_by_index = [net for net in self._nets if net is not None]
-        self._last_order: tuple[StatePass, _Order] | None = None
 
     @property
     def halves(self) -> Padding:
@@ -116,9 +125,9 @@ class NativeHybridLayers(HybridLayers):
         return _NetStruct(*sizes, *(weight.data_ptr() for weight in weights), self._eps)
 
     def _begin(self, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> HybridPass:
-        in_pass = super()._begin(rotary, cache, masks)
-        self._last_order = in_pass.order, _Order(in_pass.order)
-        return in_pass._replace(attend=self._attention.begin(self._spread(rotary), cache, masks))
+        in_pass, places = super()._begin(rotary, cache, masks), self._places(rotary.cosines.shape[-1])
+        attend = self._attention.begin(self._spread(rotary, places), cache, masks)
+        return in_pass._replace(native=_NativePass(_Order(in_pass.order), attend, places))
 
     def _places(self, num: int) -> Tensor:
         """Place [head_dim] in a padded head of every number of one whose first `num` are rotated."""
@@ -127,10 +136,9 @@ class NativeHybridLayers(HybridLayers):
         rest = [*first[rotated:], *second[rotated:]]
         return torch.tensor([*first[:rotated], *second[:rotated], *rest][: self._dim])
 
-    def _spread(self, rotary: Rotary) -> Rotary:
+    def _spread(self, rotary: Rotary, places: Tensor) -> Rotary:
         """Rotation of padded heads [N, 1, padded]."""
-        num = rotary.cosines.shape[-1]
-        places = self._places(num)[:num]
+        places = places[: rotary.cosines.shape[-1]]
         cosines = rotary.cosines.new_ones(len(rotary.cosines), 1, 2 * self._halves.padded)
         sines = torch.zeros_like(cosines)
         cosines[..., places], sines[..., places] = rotary.cosines, rotary.sines
@@ -152,28 +160,27 @@ class NativeHybridLayers(HybridLayers):
 
     def _attend(self, layer: HybridWeights, x: Tensor, in_pass: HybridPass) -> Tensor:
         assert layer.attention is not None
-        assert in_pass.attend is not None
         weights, padded, threads = layer.attention, 2 * self._halves.padded, torch.get_num_threads()
+        native: _NativePass = in_pass.native
         projected = weights.qkv(x).contiguous()
         heads = projected.new_empty(len(x), self._queries + 2 * self._kv, padded)
-        places, sizes = self._places(in_pass.rotary.cosines.shape[-1]), (*projected.shape, projected.data_ptr())
+        sizes = *projected.shape, projected.data_ptr()
         shape = self._queries, self._kv, self._dim, padded
-        norms = places.data_ptr(), weights.norms.data_ptr(), self._eps
+        norms = native.places.data_ptr(), weights.norms.data_ptr(), self._eps
         self._c.split_heads(*sizes, *shape, *norms, heads.data_ptr(), threads)
-        attended = in_pass.attend(layer.index, heads)
+        attended = native.attend(layer.index, heads)
         gated = projected.new_empty(len(x), self._queries * self._dim)
         shape = self._queries, self._dim, padded, attended.data_ptr()
         self._c.gate_heads(*sizes, *shape, gated.data_ptr(), threads)
         return weights.out(gated)
 
     def _recur(self, net: DeltaNetWeights, index: int, x: Tensor, in_pass: HybridPass) -> tuple[Tensor, Accept]:
-        assert self._last_order is not None
-        shape, (order, order_arrays) = net.shape, self._last_order
+        shape, order, native = net.shape, in_pass.order, in_pass.native
         inputs = _Inputs(net.project(x).contiguous(), net)
         states, struct, threads = self._states(index, in_pass), self._nets_by_index[index], torch.get_num_threads()
         room = torch.empty(threads * order.most_nodes * shape.key_dim * STRIP)
         out = x.new_empty(len(x), shape.value_heads * shape.value_dim)
-        structs = byref(struct), byref(states), byref(order_arrays.struct), byref(inputs.struct)
+        structs = byref(struct), byref(states), byref(native.order.struct), byref(inputs.struct)
         self._c.delta_pass(*structs, room.data_ptr(), order.most_nodes, out.data_ptr(), threads)
         kept = inputs.first(order.num_block_tokens)
         return net.out(out), partial(self._accept, kept, index, in_pass)

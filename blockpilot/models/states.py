@@ -5,8 +5,9 @@ every head, which holds what keys and values hold elsewhere, in a size that does
 
 A slot's state is that after its final tokens. A pass advances it by the tokens of texts (prompts) and by the first
 token of a block, the anchor, which are final before the pass. Drafted tokens change no state: a pass keeps what they
-add to it, and `accept` adds the accepted ones by the same arithmetic. To store every node's state instead would take
-1 MiB a node, layer and 16 heads of 128 x 128, where a node's own numbers take 50 KB in float32 (LOG.md).
+add to it, and `accept` adds the accepted ones by the same arithmetic, once the target has chosen. To store every
+node's state instead would take 1 MiB a node and layer (16 heads of 128 x 128), where a node's own numbers take 58 KB
+in float32; and it would write that memory in every pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +57,6 @@ class _FullAttention:
 
 class StateCache(SlotCache):
     """`SlotCache` of the layers with keys and values, and states of the others, initially zero."""
-
-    has_states = True
 
     def __init__(
         self,

@@ -38,6 +38,11 @@ class Target:
         """Exactness of texts on this machine, "bit for bit" or "up to rounding", and the reason."""
         return self._decoder.exactness
 
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a recurrent state of the text in place of keys."""
+        return self._decoder.has_states
+
     def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:
         """This model's empty cache of `num_slots` texts of at most `length` tokens, with spare columns for trees."""
         return self._decoder.new_cache(self.model.config, num_slots, length, num_spare)

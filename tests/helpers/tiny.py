@@ -4,7 +4,16 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import new_draft_config
@@ -62,10 +71,26 @@ def tiny_mixture(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | {"head_dim": 12} | experts | changes))
 
 
+def tiny_hybrid(seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
+    """A random Qwen3.5, every fourth layer attention, with changes of its configuration.
+
+    Its weights are smaller than those of the others: transformers' chunks round away from the recurrent rule.
+    """
+    torch.manual_seed(seed)
+    states = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+    states |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"head_dim": 24, "initializer_range": 0.1, "num_hidden_layers": 4}
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | states | sizes | changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "dt_bias" in name:  # initially all the same
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
 DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}
 
 
-def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, **parts: Any) -> DraftModel:
+def tiny_draft(target: PreTrainedModel, block_size: int = 4, seed: int = 1, **parts: Any) -> DraftModel:
     """A random draft, with random edges and convolutions where its parts (`DraftOptions`) ask for them."""
     torch.manual_seed(seed)
     shape = {"num_layers": 2, "block_size": block_size}

@@ -14,11 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
-from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
+from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.native_layers import NativeLayers
@@ -31,7 +38,7 @@ from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
 from helpers.patience import patient
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_hybrid, tiny_target
 
 
 def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
@@ -187,6 +194,29 @@ def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="target family 'qwen2': supported are llama, qwen3, qwen3_moe"):
         load_pair(target=tmp_path, dtype="float32")
+
+
+def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5's checkpoints: its logits are those of the whole model for a text; the log says what is left out."""
+    text = tiny_hybrid().config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        pair = load_pair(target=tmp_path, dtype="float32")
+    assert "only its language model is loaded, no vision part" in caplog.text
+    tokens = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        torch.testing.assert_close(pair.target(tokens).logits, whole(tokens).logits)
+    engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
+    assert "prefix_tokens 64: prefix cache off, the target has recurrent states" in caplog.text
+    assert list(engine.switched_off) == ["prefix cache", "CUDA graphs"]
+    assert pair.vocab_size == 260
 
 
 @pytest.mark.parametrize(

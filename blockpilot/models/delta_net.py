@@ -193,8 +193,8 @@ def gated_norm(net: DeltaNetWeights, out: Tensor, projected: Tensor, eps: float)
     gates, dtype = projected.split(net.project.sizes, dim=-1)[1], projected.dtype
     x = out.to(dtype).float()
     x = (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)).to(dtype).float()
-    x = (x * net.norm).to(dtype) * functional.silu(gates.float()).view_as(x)
-    return x.to(dtype).flatten(1)
+    gated: Tensor = (x * net.norm).to(dtype) * functional.silu(gates.float()).view_as(x)
+    return gated.to(dtype).flatten(1)
 
 
 def appended(window: Tensor, inputs: Tensor) -> Tensor:

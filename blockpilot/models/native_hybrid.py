@@ -65,7 +65,7 @@ class _Inputs:
         num, shape = len(projected), net.shape
         mixed = projected.new_empty(num, shape.channels)
         decays, betas = torch.empty(2, num, shape.value_heads)
-        self._tensors = projected, mixed, decays, betas, torch.empty(num, 2, shape.key_heads)
+        self._tensors: tuple[Tensor, ...] = projected, mixed, decays, betas, torch.empty(num, 2, shape.key_heads)
         self._net = net
 
     @property

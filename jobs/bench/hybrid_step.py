@@ -62,10 +62,11 @@ def new_model(config: HybridStepConfig) -> PreTrainedModel:
     torch.set_default_dtype(to_dtype(config.dtype))
     try:
         with to_device(config.device):
-            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
+            model: PreTrainedModel = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
     finally:
         torch.set_default_dtype(default)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def parents_of(layout: str, num: int) -> list[int]:

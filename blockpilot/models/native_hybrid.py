@@ -1,4 +1,4 @@
-"""The layers of a hybrid decoder with all but the products' glue in C (native/delta_net.c); batch invariant.
+"""The layers of a hybrid decoder by delta_net.c, on a CPU; batch invariant.
 
 Attention is that of layers.c, which rotates halves of whole heads: the rotated first part of a head is spread over
 both halves, and the rest is rotated by 0. Queries and keys are spread alike, so their products are the same.
@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from blockpilot.models.delta_net import DeltaNetWeights, StatePass
 from blockpilot.models.hybrid import HybridLayers, HybridPass, HybridWeights
 from blockpilot.models.layers import Mask, Rotary, half_heads
 from blockpilot.models.native_layers import NativeAttention
-from blockpilot.models.states import Accept
+from blockpilot.models.states import Accept, StateShape
 from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Padding
 
@@ -58,27 +58,29 @@ class _InputsStruct(Structure):
     _fields_ = (("stride", c_long), *fields(c_void_p, "projected", "mixed", "decays", "betas", "scales"))
 
 
-class _Inputs:
-    """Inputs of the recurrence of tokens [N], which C fills in, and their struct."""
+class _Inputs(NamedTuple):
+    """Inputs of the recurrence of tokens [N], all but the first of which C fills in (`struct delta_inputs`)."""
 
-    def __init__(self, projected: Tensor, net: DeltaNetWeights) -> None:
-        num, shape = len(projected), net.shape
-        mixed = projected.new_empty(num, shape.channels)
+    projected: Tensor
+    mixed: Tensor
+    decays: Tensor
+    betas: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, projected: Tensor, shape: StateShape) -> Self:
+        num = len(projected)
         decays, betas = torch.empty(2, num, shape.value_heads)
-        self._tensors: tuple[Tensor, ...] = projected, mixed, decays, betas, torch.empty(num, 2, shape.key_heads)
-        self._net = net
+        scales = torch.empty(num, 2, shape.key_heads)
+        return cls(projected, projected.new_empty(num, shape.channels), decays, betas, scales)
 
     @property
     def struct(self) -> _InputsStruct:
-        return _InputsStruct(self._tensors[0].shape[1], *(x.data_ptr() for x in self._tensors))
+        return _InputsStruct(self.projected.shape[1], *(x.data_ptr() for x in self))
 
-    def first(self, num: int) -> "_Inputs":
+    def first(self, num: int) -> Self:
         """Those of the first `num` tokens, without the memory of the others."""
-        if num == len(self._tensors[0]):
-            return self
-        kept = _Inputs.__new__(_Inputs)
-        kept._net, kept._tensors = self._net, tuple(x[:num].clone() for x in self._tensors)
-        return kept
+        return self if num == len(self.projected) else type(self)(*(x[:num].clone() for x in self))
 
 
 class _Order:
@@ -111,8 +113,7 @@ class NativeHybridLayers(HybridLayers):
         super().__init__(modules, norm, config)
         self._c, self._halves = _declared(library), half_heads(config)
         self._attention = NativeAttention(library, config)
-        self._nets = [None if layer.delta_net is None else self._net(layer.delta_net) for layer in self._layers]
-        self._nets_by_index = [net for net in self._nets if net is not None]
+        self._nets = [self._net(layer.delta_net) for layer in self._layers if layer.delta_net is not None]
 
     @property
     def halves(self) -> Padding:
@@ -176,8 +177,8 @@ class NativeHybridLayers(HybridLayers):
 
     def _recur(self, net: DeltaNetWeights, index: int, x: Tensor, in_pass: HybridPass) -> tuple[Tensor, Accept]:
         shape, order, native = net.shape, in_pass.order, in_pass.native
-        inputs = _Inputs(net.project(x).contiguous(), net)
-        states, struct, threads = self._states(index, in_pass), self._nets_by_index[index], torch.get_num_threads()
+        inputs = _Inputs.of(net.project(x).contiguous(), shape)
+        states, struct, threads = self._states(index, in_pass), self._nets[index], torch.get_num_threads()
         room = torch.empty(threads * order.most_nodes * shape.key_dim * STRIP)
         out = x.new_empty(len(x), shape.value_heads * shape.value_dim)
         structs = byref(struct), byref(states), byref(native.order.struct), byref(inputs.struct)
@@ -198,7 +199,7 @@ class NativeHybridLayers(HybridLayers):
         slots = order.slots.numpy()[: len(sizes)]
         arrays = [np.ascontiguousarray(x, dtype=np.int64) for x in (slots, sizes, starts, tokens)]
         states = self._states(index, in_pass)
-        structs = byref(self._nets_by_index[index]), byref(states), byref(inputs.struct)
+        structs = byref(self._nets[index]), byref(states), byref(inputs.struct)
         pointers = (x.ctypes.data for x in arrays)
         self._c.delta_accept(*structs, len(sizes), *pointers, torch.get_num_threads())
 

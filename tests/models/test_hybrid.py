@@ -104,15 +104,15 @@ def test_threads_and_neighbours_change_no_bit() -> None:
     target = Target(tiny_hybrid().eval().requires_grad_(False), ())
     if not target.exactness.startswith("bit for bit"):
         pytest.skip("layers by torch")
-    tokens, before, found = torch.randint(0, 256, (3, 40)), torch.get_num_threads(), []
+    tokens, before, outputs = torch.randint(0, 256, (3, 40)), torch.get_num_threads(), []
     try:
         for threads, rows in ((1, [1]), (2, [1]), (3, [0, 1]), (2, [2, 1, 0])):
             torch.set_num_threads(threads)
             hidden = target.score_rows(tokens[rows], 0, new_cache(target), torch.arange(len(rows))).hidden
-            found.append(hidden[rows.index(1)])
+            outputs.append(hidden[rows.index(1)])
     finally:
         torch.set_num_threads(before)
-    assert all(hidden.equal(found[0]) for hidden in found)
+    assert all(hidden.equal(outputs[0]) for hidden in outputs)
 
 
 @torch.inference_mode()

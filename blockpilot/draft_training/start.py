@@ -9,10 +9,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import Eagle3Model
+
+
+def check_start(config: PretrainedConfig) -> None:
+    """Raise ValueError for a target whose layers a draft cannot start from."""
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            "start 'target': the target's layers have recurrent states, a draft's do not; allowed are 'random' and"
+            " the directory of a draft"
+        )
 
 
 @torch.no_grad()
@@ -22,8 +31,9 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
     The fused context is initialised to the deepest layer that the draft reads, with the norm of the first copied
     layer. Weights with another name or shape are unchanged. If the target has no query and key norms, the draft's are
     set to the mean size of the target's queries and keys on `text` (token ids), which keeps the sharpness of its
-    attention.
+    attention. Raises ValueError as `check_start` does.
     """
+    check_start(target.config)
     first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
     source = _source(target, text)
     source["hidden_norm.weight"] = source[f"layers.{first}.input_layernorm.weight"]
@@ -51,8 +61,9 @@ def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel, text: 
 
     The fused features are initialised to the deepest layer that the draft reads. The part of the projections that
     reads embeddings stays random. So do the query and key projections if the target has norms after them, which the
-    draft does not have.
+    draft does not have. Raises ValueError as `check_start` does.
     """
+    check_start(target.config)
     width = draft.config.hidden_size
     source = _source(target, text)
     last = f"layers.{int(target.config.num_hidden_layers) - 1}."

@@ -33,6 +33,8 @@ _SHARED_WITH_TARGET = (
     *("max_position_embeddings", "rms_norm_eps"),
 )
 
+_OF_HYBRIDS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")  # a draft rotates whole heads
+
 
 def load_draft(directory: Path) -> DraftModel:
     """Read a DFlash checkpoint directory into fp32 weights; raises ValueError, saying what is wrong with it.
@@ -187,7 +189,7 @@ def new_draft_config(
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": num_layers,
         "head_dim": head_dim(target_config),
-        "rope_parameters": full_rope(target_config),
+        "rope_parameters": {k: v for k, v in full_rope(target_config).items() if k not in _OF_HYBRIDS},
         "attention_bias": False,
         "tie_word_embeddings": False,
         "block_size": block_size,

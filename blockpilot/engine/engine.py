@@ -6,19 +6,18 @@ Block size 1 is plain autoregressive decoding through the same code. The control
 chooses what is drafted and verified.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
 from blockpilot.control.controller import Controller
-from blockpilot.device import tensor_on
 from blockpilot.engine.batch import Batch
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter, Proposer
@@ -36,7 +35,10 @@ from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Request, Step
 
 MAX_LENGTH = 2048  # by default
 MAX_PREFILL_TOKENS = 8192
+WITH_STATES = "the target has recurrent states, which pages of keys and graphs do not hold"
 MAX_PENDING = 64  # final tokens of a row that are not in the draft's cache yet
+
+_logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -49,7 +51,7 @@ class Engine:
     max_block_size: maximum of any request.
     max_prefill_tokens: maximum prompt tokens in a step; decoding requests continue in the same step.
     prefix_tokens: capacity of the prefix cache in tokens (prefixes.py). graphs: on a GPU, run steps of few tokens by
-    CUDA graphs (models/graphs.py).
+    CUDA graphs (models/graphs.py). A target with recurrent states has neither (`switched_off`).
 
     Raises ValueError for an invalid size. If `on_failure` is set, the error of one request ends only that request and
     is passed to it with the request's id; otherwise the step raises it.
@@ -83,12 +85,18 @@ class Engine:
         self._target = Target(pair.target, pair.layer_ids)
         self.exactness = self._target.exactness  # of texts compared with plain decoding, and why
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
+        self.switched_off = {name: WITH_STATES for name in ("prefix cache", "CUDA graphs") if self._target.has_states}
+        """Parts of the engine that this target cannot use, with the reason."""
+        if self._target.has_states and prefix_tokens > 0:
+            _logger.warning("prefix_tokens %d: prefix cache off, %s", prefix_tokens, WITH_STATES)
+            prefix_tokens = 0
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._lookup = Lookup(num_slots, max_length)
         self._proposer = Proposer(self._drafter, self._lookup, pair.draft, max_block_size)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
-            self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
+            self._drafter.cache.graphs = Graphs(self._device)
+            self._cache.graphs = None if self._target.has_states else self._drafter.cache.graphs
         self._rows: list[Row] = []  # decoding rows, by slot
         self._partial: Row | None = None  # the row in chunked prefill, in the next slot
         self._waiting: deque[Row] = deque()
@@ -159,7 +167,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """Advance every decoding row by one block, and prefill at most `max_prefill_tokens` prompt tokens."""
-        started, num_graphs = time.perf_counter(), len(self._cache.graphs or ())
+        started, num_graphs = time.perf_counter(), len(self._drafter.cache.graphs or ())
         # 1. Schedule: the decoding rows, and the prompts to prefill beside them.
         rows, prompts = list(self._rows), self._schedule()
         if not rows and not prompts:
@@ -174,7 +182,7 @@ class Engine:
         self._keep_prefixes(steps)
         self._retire()
         # 5. Learn: acceptance from the verified nodes, and the step cost, unless a graph was captured in this step.
-        has_captured = len(self._cache.graphs or ()) > num_graphs
+        has_captured = len(self._drafter.cache.graphs or ()) > num_graphs
         num_prompt_tokens = sum(prompts.values())
         outcome = drafts.outcome(
             rows, accepted, steps, num_prompt_tokens=num_prompt_tokens, has_captured=has_captured
@@ -242,19 +250,8 @@ class Engine:
                 path, step = row.verify(tree, chosen[first : first + len(row_logits)], row_logits)
                 steps.append(step)
             paths.append(path)
-        self._relocate(packing.starts, paths)
+        self._cache.accept(packing.starts, paths)
         return steps, paths
-
-    def _relocate(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the keys and values of accepted paths [R] in the target's cache to the columns of their positions."""
-        moves = list[tuple[int, int, int]]()
-        for slot, (start, path) in enumerate(zip(starts, paths, strict=False)):
-            for depth, node in enumerate(path):
-                # The chain of first children is in its final columns already (trees.places_of).
-                if node != depth:
-                    moves.append((slot, start + node, start + depth))
-        if moves:
-            self._cache.relocate(*self._tensor(moves).T)
 
     def _update_draft(
         self, batch: Batch, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
@@ -341,6 +338,3 @@ class Engine:
     def _move(self, source: int, destination: int, length: int) -> None:
         for cache in (self._cache, self._drafter.cache):
             cache.move(source, destination, length)
-
-    def _tensor(self, values: Sequence[Any]) -> Tensor:
-        return tensor_on(self._device, values)

@@ -3,7 +3,7 @@
 Entries are scattered by (slot, column) and read by column, so rejected tokens need no rollback: a column is rewritten
 before any query may see it. By its mask a query sees the columns before its row's anchor, which are final, and its
 ancestors in its own block. Drafted tokens of a tree are in the order of its nodes; accepted tokens move to the
-columns of their positions (`relocate`).
+columns of their positions (`accept`).
 
 Active slots are dense (0 .. n-1): the last one moves into a free one, so a forward pass reads views without copies.
 """
@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from blockpilot.device import sent
+from blockpilot.device import sent, tensor_on
 from blockpilot.models.graphs import Box, BoxPlaces, Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.native.products import Padding
@@ -77,7 +77,21 @@ class SlotCache:
         """
         return SlotView(self, slots, columns, rows, length)
 
-    def relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    def accept(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Make the accepted paths [R] of the last pass's blocks final: their tokens move to their columns.
+
+        starts [R] are the columns of the blocks, which lie in the first slots; a path begins with its anchor, 0.
+        """
+        moves = list[tuple[int, int, int]]()
+        for slot, (start, path) in enumerate(zip(starts, paths, strict=False)):
+            for depth, node in enumerate(path):
+                # The chain of first children is in its final columns already (trees.places_of).
+                if node != depth:
+                    moves.append((slot, start + node, start + depth))
+        if moves:
+            self._relocate(*tensor_on(self.layers.device, moves).T)
+
+    def _relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy columns within their slots, all arguments [M]; columns are read before any is written."""
         # The right side is a copy. Slots and columns are joined elementwise: [M, layers, 2, kv_heads, head_dim].
         self.layers[:, :, slots, :, destinations] = self.layers[:, :, slots, :, sources]

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockpilot.models.cache import SlotView, num_kv_heads
+from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
 from blockpilot.models.graphs import Box, BoxPlaces
+from blockpilot.models.hybrid import HybridLayers
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
-from blockpilot.models.layers import Mask, Rotary, RotaryTable
+from blockpilot.models.layers import DecoderLayers, Mask, Rotary, RotaryTable
+from blockpilot.models.native_hybrid import STRIP, NativeHybridLayers, hybrid_layers_of
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
+from blockpilot.models.states import FULL, LINEAR, StateCache
 from blockpilot.native.library import reason_without
-from blockpilot.native.products import Padding
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_text", "gemma3_text")
+HYBRID = "qwen3_5_text"  # of the text part of qwen3_5
 UNSUPPORTED = {
     "gemma": "norms and embeddings of its first version",
     "gemma2": "attention scores and logits with a soft cap",
@@ -52,7 +55,11 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         check_network(model.config)
         body, config = cast(Any, model.model), model.config
-        self._layers = layers_of(body.layers, body.norm.weight, config)
+        self._layers: DecoderLayers | HybridLayers = (
+            hybrid_layers_of(body.layers, body.norm, config)
+            if config.model_type == HYBRID
+            else layers_of(body.layers, body.norm.weight, config)
+        )
         self._kinds, self.embed = layer_kinds(config), body.embed_tokens
         self._rotaries = {kind.name: RotaryTable(body.rotary_emb, kind.name) for kind in self._kinds}
         self._groups = config.num_attention_heads // num_kv_heads(config)
@@ -66,14 +73,19 @@ class Decoder:
     @property
     def exactness(self) -> str:
         """Exactness of texts on this machine, "bit for bit" or "up to rounding", and the reason."""
-        if isinstance(self._layers, NativeLayers) and self.head.is_packed:
+        if isinstance(self._layers, NativeLayers | NativeHybridLayers) and self.head.is_packed:
             return "bit for bit: layers in C"
         return f"up to rounding: layers by torch ({reason_without(*self._kind)})"
 
     @property
-    def halves(self) -> Padding:
-        """Layout of the halves of a head in the cache that the layers read."""
-        return self._layers.halves
+    def has_states(self) -> bool:
+        """True if some layers are recurrent."""
+        return isinstance(self._layers, HybridLayers)
+
+    def new_cache(self, config: Any, num_slots: int, length: int, num_spare: int) -> SlotCache:
+        """Cache of the layers, with states if some of them are recurrent."""
+        kind = StateCache if self.has_states else SlotCache
+        return kind(config, num_slots, length, *self._kind, num_spare, self._layers.halves)
 
     def __call__(
         self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
@@ -155,6 +167,8 @@ def full_rope(config: Any) -> dict[str, Any]:
 def check_network(config: Any) -> None:
     """Raise ValueError, with the reason, for a model that this engine cannot run exactly."""
     check_family(config.model_type)
+    if config.model_type == HYBRID:
+        _check_hybrid(config)
     if LayerKind("sliding_attention", None) in layer_kinds(config):
         raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
     if (quantized := getattr(config, "quantization_config", None)) is not None:
@@ -172,10 +186,23 @@ def check_network(config: Any) -> None:
     rope = config.rope_parameters or {}
     for parameters in [rope[kind.name] for kind in layer_kinds(config) if kind.name in rope] or [rope]:
         options.append(("rope_type", parameters.get("rope_type"), ROPE_TYPES))
-        options.append(("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), (1.0,)))
+        if config.model_type != HYBRID:
+            options.append(("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), (1.0,)))
     for name, value, supported in options:
         if value not in supported:
             raise ValueError(f"target option {name} = {value}: supported is {', '.join(map(str, supported))}")
+
+
+def _check_hybrid(config: Any) -> None:
+    """Raise ValueError for a hybrid network whose states have a shape that is not built."""
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if getattr(config, name) % STRIP:
+            raise ValueError(f"target option {name} = {getattr(config, name)}: must be a multiple of {STRIP}")
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        heads = config.linear_num_value_heads, config.linear_num_key_heads
+        raise ValueError(f"target with {heads[0]} value heads: must be a multiple of its {heads[1]} key heads")
+    if unknown := set(config.layer_types) - {LINEAR, FULL}:
+        raise ValueError(f"target with layers of type {', '.join(sorted(unknown))}: supported are {LINEAR}, {FULL}")
 
 
 def context_length(config: Any) -> int:

@@ -173,6 +173,44 @@ class NativeLayers(DecoderLayers):
         structs.check(self._project(*pointers, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
 
 
+class NativeAttention:
+    """Attention of single layers by layers.c, for layers whose other parts differ (native_hybrid.py)."""
+
+    def __init__(self, library: ctypes.CDLL, config: Any) -> None:
+        self._attend = library.attend_layer
+        structs = POINTER(_ShapeStruct), POINTER(_TokensStruct), POINTER(_RotaryStruct)
+        self._attend.argtypes = (
+            *(*structs, c_long, c_long, POINTER(_PartStruct)),
+            *(c_void_p, c_void_p, c_long, c_void_p, c_int),
+        )
+        self._attend.restype = c_int
+        padded = half_heads(config).padded
+        self._halves = Padding(padded, padded)  # of heads that are padded already
+        heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * padded
+        own = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+        self._shape = _ShapeStruct(0, 0, *heads, dim, 0, 0, *own)
+
+    def begin(self, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Callable[[int, Tensor], Tensor]:
+        """Attention of a pass: layer in the cache, heads [N, queries + 2 * kv, padded] -> [N, queries, padded].
+
+        Heads are normed and, like `rotary`, padded. They are rotated in place; keys and values are stored first.
+        """
+        structs, shape = _PassStructs(cache, self._halves), self._shape
+        tokens, turn, parts = structs.tokens(len(rotary.cosines)), structs.rotary(rotary), structs.parts(masks)
+        room = 1 + max(mask.packing.length for mask in masks)
+        threads = torch.get_num_threads()
+        scores = torch.empty(threads * 2 * QUERIES * room)
+
+        def attend(layer: int, heads: Tensor) -> Tensor:
+            attended = heads.new_empty(len(heads), shape.queries, shape.dim)
+            pointers = heads.data_ptr(), scores.data_ptr(), room, attended.data_ptr()
+            places = byref(shape), byref(tokens), byref(turn), layer
+            structs.check(self._attend(*places, len(masks), parts, *pointers, threads))
+            return attended
+
+        return attend
+
+
 class _PassStructs:
     """Structs of a pass, and the tensors that they point to."""
 

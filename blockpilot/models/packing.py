@@ -25,8 +25,9 @@ class Packing:
     """Layout of the tokens of R rows: row r has sizes[r] tokens, from column and position starts[r] on.
 
     parents: for the first rows, if their tokens form trees, the parents [sizes[r] - 1] of all tokens but the first
-    (types.Tree). Such a row fills its columns in order; a token's position is one after its parent's. The rows from
-    `cut` on attend separately (`parts`).
+    (types.Tree). Such a row fills its columns in order; a token's position is one after its parent's. The rows before
+    `cut` are blocks, of which only the first token is final; those from `cut` on are texts, and attend separately
+    (`parts`).
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Packing:
         trees = parents or ()
         self.depths = [*map(depths_of, trees), *(list(range(n)) for n in sizes[len(trees) :])]
         """[R]: depths of every row's tokens [sizes[r]]."""
-        self.starts, self.parents, self._cut = tuple(starts), parents, cut
+        self.starts, self.parents, self.num_blocks = tuple(starts), parents, cut
         # By token [N]: its row, its offset in the row, its column in the cache, and its position in the text.
         rows = np.repeat(np.arange(len(sizes)), sizes)
         offsets = np.arange(self.num_tokens) - np.array(self.firsts)[rows]
@@ -61,11 +62,12 @@ class Packing:
     @cached_property
     def parts(self) -> Sequence["Packing"]:
         """The rows that attend together: all, or those before and after the cut."""
-        if not 0 < self._cut < len(self.sizes):
+        cut = self.num_blocks
+        if not 0 < cut < len(self.sizes):
             return [self]
-        before, after = slice(0, self._cut), slice(self._cut, None)
+        before, after = slice(0, cut), slice(cut, None)
         return [
-            Packing(self.sizes[before], self.starts[before], self._device, self.parents),
+            Packing(self.sizes[before], self.starts[before], self._device, self.parents, cut),
             Packing(self.sizes[after], self.starts[after], self._device),
         ]
 

@@ -46,13 +46,20 @@ class Target:
         """Exactness of texts on this machine, "bit for bit" or "up to rounding", and the reason."""
         return self._decoder.exactness
 
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a recurrent state of the text in place of keys."""
+        return self._decoder.has_states
+
     def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:
         """This model's empty cache of `num_slots` texts of at most `length` tokens, with spare columns for trees."""
-        config, dtype, device = self.model.config, self.model.dtype, self.model.device
-        return SlotCache(config, num_slots, length, dtype, device, num_spare, self._decoder.halves)
+        return self._decoder.new_cache(self.model.config, num_slots, length, num_spare)
 
     def score(self, tokens: Tensor, cache: SlotView, packing: Packing, *, features: bool) -> Scored:
-        """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""
+        """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing.
+
+        After a pass with blocks the cache's `accept` must be called before the next pass.
+        """
         # Features are concatenated only if a draft reads them.
         hidden, after = self._decoder(tokens, packing, cache, self.layer_ids if features else ())
         return Scored(hidden, after if features else None)

@@ -423,3 +423,20 @@ int project_layers(const struct shape *shape, const struct layer *layers, const 
     }
     return 0;
 }
+
+/* Attention of one layer alone: heads [tokens, queries + 2 * kv, dim] -> attended [tokens, queries, dim], with the
+ * keys and values stored in layer `layer` of the cache. Returns as above. */
+int attend_layer(const struct shape *shape, const struct tokens *tokens, const struct rotary *rotary, long layer,
+                 long num_parts, const struct part *parts, stored *heads, float *scores, long room, stored *attended,
+                 int threads)
+{
+    if (!fits(tokens))
+        return -1;
+#pragma omp parallel num_threads(threads)
+    {
+        rotate_and_store(tokens, rotary, shape, shape->queries, NULL, layer, heads);
+        for (long part = 0; part < num_parts; part++)
+            attend(parts + part, tokens, shape, layer, heads, scores, room, attended);
+    }
+    return 0;
+}

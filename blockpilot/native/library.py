@@ -1,8 +1,9 @@
 """Functions in C for a CPU, compiled by the machine's compiler when a model is first prepared, in a second or two.
 
 products.c multiplies with the weights (tiles.c on CPUs with AMX), layers.c runs all layers of a decoder (experts.c
-mixtures of experts), ranking.c ranks logits, linking.c applies a draft's edges, growing.c grows draft trees,
-matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torch and numpy replace the others.
+mixtures of experts), delta_net.c those with recurrent states, ranking.c ranks logits, linking.c applies a draft's
+edges, growing.c grows draft trees, matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torch
+and numpy replace the others.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ Array = NDArray[Any]
 FOLDER, CACHE = Path(__file__).parent, Path.home() / ".cache" / "blockpilot"
 SOURCES = tuple(
     FOLDER / f"{name}.c"
-    for name in ("products", "tiles", "experts", "layers", "ranking", "linking", "growing", "matching")
+    for name in ("products", "tiles", "experts", "layers", "delta_net", "ranking", "linking", "growing", "matching")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}

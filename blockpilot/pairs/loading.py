@@ -5,6 +5,7 @@ into a cache directory), its draft from this package's data. Code in checkpoints
 """
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,7 @@ from blockpilot.storage import first_line
 from blockpilot.types import PairId
 
 PathOrName = str | os.PathLike[str]
+_logger = logging.getLogger(__name__)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -187,8 +189,20 @@ def network_config(directory: Path) -> PretrainedConfig:
         raise
     except Exception as error:  # transformers raises many types
         raise ValueError(f"target {directory / 'config.json'}: not a configuration ({first_line(error)})") from None
+    config = _text_part(config, directory)
     check_network(config)
     return config
+
+
+def _text_part(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
+    """Configuration of a checkpoint's language model: itself, or a part of one that also reads images."""
+    text = config.get_text_config()
+    if text is config:
+        return config
+    _logger.info("target %s: only its language model is loaded, no vision part", directory)
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantized
+    return text
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

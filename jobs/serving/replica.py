@@ -93,6 +93,7 @@ class Replica:
             "num_threads": num_threads,
             "chosen": {"dtype": why_dtype(pair), "num_threads": why_threads},
             "exactness": engine.exactness,
+            "switched_off": engine.switched_off,
         }
         sizes = {"num_slots": num_slots, "max_length": engine.max_length, "cache_bytes": engine.cache_bytes}
         log.info("engine", extra={"model": self.name, **sizes, **self._settings})
@@ -339,10 +340,16 @@ def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int
 
 def cache_bytes(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> int:
     """Bytes of an engine's caches, extrapolated from caches of one and two tokens."""
-    target = Target(pair.target, pair.layer_ids).new_cache(1, 1).num_bytes
-    first, second = (pair.prepared_draft.new_cache(1, length).num_bytes for length in (1, 2))
-    slot_bytes = target * (max_length + MAX_BLOCK_SIZE) + first + (max_length - 1) * (second - first)
-    return num_slots * slot_bytes + prefix_tokens // PAGE * PAGE * (target + second - first)
+    target = Target(pair.target, pair.layer_ids)
+    # By slots of one and of two tokens: states do not grow with a text.
+    slot_bytes = token_bytes = 0
+    lengths = (target, max_length + MAX_BLOCK_SIZE), (pair.prepared_draft, max_length)
+    for model, length in lengths:
+        first, second = (model.new_cache(1, num).num_bytes for num in (1, 2))
+        slot_bytes += first + (length - 1) * (second - first)
+        token_bytes += second - first
+    num_pages = 0 if target.has_states else prefix_tokens // PAGE
+    return num_slots * slot_bytes + num_pages * PAGE * token_bytes
 
 
 def _free_bytes(device: torch.device) -> int | None:

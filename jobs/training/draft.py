@@ -14,7 +14,7 @@ from blockpilot.draft_training.answers import Answer
 from blockpilot.draft_training.eagle3_loss import Eagle3Loss
 from blockpilot.draft_training.edges import EdgeLoss
 from blockpilot.draft_training.loss import BlockLoss, DraftLoss
-from blockpilot.draft_training.start import start_eagle3_from_target, start_from_target
+from blockpilot.draft_training.start import check_start, start_eagle3_from_target, start_from_target
 from blockpilot.draft_training.training import DraftFitSettings
 from blockpilot.draft_training.vocabulary import by_frequency
 from blockpilot.drafts.dflash import DraftModel
@@ -105,6 +105,8 @@ def check_draft(config: TrainDraftConfig) -> None:
         raise ValueError(f"draft_vocab_size {config.draft_vocab_size}: of the start, where only_edges is set")
     if config.only_edges and config.start in ("target", "random"):
         raise ValueError(f"only_edges: start must be a draft's directory, not {config.start}")
+    if config.start == "target":
+        check_start(target)
     fresh_draft(config)
 
 

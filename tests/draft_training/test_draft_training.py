@@ -193,6 +193,12 @@ def test_frequent_tokens() -> None:
     assert frequent_tokens([[5] * 90 + [3] * 9 + [8]], share=1.0).tolist() == [3, 5, 8]
 
 
+def test_a_target_with_states_is_no_start_for_a_draft(hybrid_pair: Pair) -> None:
+    assert isinstance(hybrid_pair.draft, DraftModel)
+    with pytest.raises(ValueError, match=r"start 'target': the target's layers have recurrent states.* 'random'"):
+        start_from_target(hybrid_pair.draft, hybrid_pair.target, range(20))
+
+
 def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     draft = tiny_draft(tiny_pair.target)
     # All of a layer but its q/k norms, and two norms.

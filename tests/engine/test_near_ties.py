@@ -14,7 +14,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Request, Sampling
 from helpers.engines import NEVER, run, text_of
 from helpers.fuzz import pair_of
-from helpers.tiny import tiny_mixture, tiny_target
+from helpers.tiny import tiny_hybrid, tiny_mixture, tiny_target
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
@@ -24,6 +24,9 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
     "heads of 12": (tiny_target, {"head_dim": 12}, FP32),
     "heads of 12 in bfloat16": (tiny_target, {"head_dim": 12}, BF16),
     "odd widths": (tiny_target, {"head_dim": 10, "hidden_size": 44, "intermediate_size": 50}, FP32),
+    "hybrid": (tiny_hybrid, {"num_hidden_layers": 5}, FP32),
+    "hybrid in bfloat16": (tiny_hybrid, {"num_hidden_layers": 5, "linear_num_key_heads": 4}, BF16),
+    "hybrid, odd widths": (tiny_hybrid, {"hidden_size": 44, "intermediate_size": 50, "num_hidden_layers": 5}, FP32),
     "an odd vocabulary in bfloat16": (tiny_target, {"vocab_size": 263}, BF16),
 }
 
@@ -61,14 +64,15 @@ def test_layers_in_c_decode_bit_for_bit(name: str) -> None:
     target_of, changes, dtype = TARGETS[name]
     if library_for(dtype, torch.device("cpu")) is None:
         pytest.skip("no compiler, or no CPU for it")
-    pair = pair_of(with_near_ties(target_of(num_hidden_layers=3, tie_word_embeddings=False, **changes)), dtype)
+    options = {"num_hidden_layers": 3, "tie_word_embeddings": False} | changes
+    pair = pair_of(with_near_ties(target_of(**options)), dtype)
     assert Engine(pair, num_slots=1, max_length=8).exactness == "bit for bit: layers in C"
     assert texts_that_differ(pair, 36) == []
 
 
 @pytest.mark.usefixtures("without_c")
-@pytest.mark.parametrize("target_of", [tiny_target, tiny_mixture])
+@pytest.mark.parametrize("target_of", [tiny_target, tiny_mixture, tiny_hybrid])
 def test_layers_by_torch_decode_the_same_texts_where_nothing_nearly_ties(target_of: Callable[..., Any]) -> None:
-    pair = pair_of(target_of(num_hidden_layers=3), FP32)
+    pair = pair_of(target_of(num_hidden_layers=4), FP32)
     assert Engine(pair, num_slots=1, max_length=8).exactness == "up to rounding: layers by torch (no C compiler)"
     assert texts_that_differ(pair, 36) == []

@@ -11,6 +11,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -100,6 +102,22 @@ def tiny_sliding(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 12} | window | changes))
+
+
+def tiny_hybrid(seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
+    """A random Qwen3.5, every fourth layer attention, with changes of its configuration.
+
+    Its weights are smaller than those of the others: transformers' chunks round away from the recurrent rule.
+    """
+    torch.manual_seed(seed)
+    states = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+    states |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"head_dim": 24, "initializer_range": 0.1, "num_hidden_layers": 4}
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | states | sizes | changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "dt_bias" in name:  # initially all the same
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
 
 
 DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}

@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -32,6 +34,7 @@ SHAPE = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2},
     "max_position_embeddings": LONGEST,
 }
+HYBRID_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -60,6 +63,19 @@ GEMMA: dict[str, Any] = {
     **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+def hybrid(**changes: Any) -> PreTrainedModel:
+    """A Qwen3.5 with the proportions of the published ones: a quarter of a head is rotated, states are square."""
+    states = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": HYBRID_LAYERS}
+    states |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "head_dim": 64}
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | states | changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "dt_bias" in name:  # initially all the same
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
 MODELS = {
     "llama": llama,
     "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -77,6 +93,10 @@ MODELS = {
     "qwen3_moe, all padded": lambda: qwen3_moe(head_dim=10, hidden_size=44, moe_intermediate_size=20, vocab_size=265),
     "qwen3_moe, weights of experts that sum to 1": lambda: qwen3_moe(norm_topk_prob=True),
     "qwen3_moe with a dense layer": lambda: qwen3_moe(mlp_only_layers=[1]),
+    "qwen3_5": hybrid,
+    "qwen3_5, two values for every key": lambda: hybrid(linear_num_key_heads=2, linear_value_head_dim=64),
+    "qwen3_5, odd widths": lambda: hybrid(head_dim=24, hidden_size=44, intermediate_size=50, vocab_size=265),
+    "qwen3_5, a shorter window": lambda: hybrid(linear_conv_kernel_dim=3),
 }
 
 

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
+from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.models.decoder import UNSUPPORTED, Decoder, check_network
 from blockpilot.models.native_layers import NativeLayers
@@ -26,7 +32,7 @@ from blockpilot.pairs.table import EMBEDDED_TARGET, check_pair_names, no_draft_m
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_target
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_hybrid, tiny_target
 
 
 def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
@@ -118,6 +124,29 @@ def test_a_gemma_that_computes_something_else_is_refused(change: dict[str, Any],
         setattr(config, name, value)
     with pytest.raises(ValueError, match=message):
         check_network(config)
+
+
+def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5's checkpoints: its logits are those of the whole model for a text; the log says what is left out."""
+    text = tiny_hybrid().config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        pair = load_pair(target=tmp_path, dtype="float32")
+    assert "only its language model is loaded, no vision part" in caplog.text
+    tokens = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        torch.testing.assert_close(pair.target(tokens).logits, whole(tokens).logits)
+    engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
+    assert "prefix_tokens 64: prefix cache off, the target has recurrent states" in caplog.text
+    assert list(engine.switched_off) == ["prefix cache", "CUDA graphs"]
+    assert pair.vocab_size == 260
 
 
 @pytest.mark.parametrize(

@@ -321,8 +321,10 @@ def test_the_policies_of_the_repository_are_served_where_they_are_asked_for(embe
         assert status(replica) == {"name": policy, "version": None}
 
 
-def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair, eagle_pair: Pair) -> None:
-    for pair in (tiny_pair, eagle_pair):
+def test_caches_that_do_not_fit_are_refused_with_their_size(
+    tiny_pair: Pair, eagle_pair: Pair, hybrid_pair: Pair
+) -> None:
+    for pair in (tiny_pair, eagle_pair, hybrid_pair):
         for prefix_tokens in (0, 50):
             engine = Engine(pair, num_slots=3, max_length=100, prefix_tokens=prefix_tokens)
             assert cache_bytes(pair, 3, 100, prefix_tokens) == engine.cache_bytes

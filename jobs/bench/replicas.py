@@ -58,7 +58,7 @@ class BenchReplicasConfig(Config):
     """Output directory of the table, the figures as JSON, and the picture."""
 
 
-class Turn(NamedTuple):
+class AskedTurn(NamedTuple):
     """A turn of a conversation, from 0, and its answer."""
 
     number: int
@@ -67,9 +67,9 @@ class Turn(NamedTuple):
 
 async def conversations(
     config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt], at_a_time: int
-) -> list[Turn]:
+) -> list[AskedTurn]:
     """Ask all conversations, `at_a_time` of them together; each has the answers so far before the next turn."""
-    turns, starts = list[Turn](), iter(range(config.num_conversations))
+    turns, starts = list[AskedTurn](), iter(range(config.num_conversations))
     async with Clients(url) as clients:
         model = await clients.first_model()
 
@@ -81,7 +81,7 @@ async def conversations(
                     messages += map(asdict, prompt.messages)
                     body = {"model": model, "messages": messages, "max_tokens": config.max_tokens, "temperature": 0}
                     received = await clients.send(body)
-                    turns.append(Turn(number, received))
+                    turns.append(AskedTurn(number, received))
                     messages = [*messages, {"role": "assistant", "content": received.text}]
 
         await asyncio.gather(*(client() for _ in range(at_a_time)))
@@ -97,7 +97,7 @@ def served(config: BenchReplicasConfig, routing: Routing, num_replicas: int, cpu
     )
 
 
-def row_of(routing: str, turns: Sequence[Turn]) -> dict[str, Any]:
+def row_of(routing: str, turns: Sequence[AskedTurn]) -> dict[str, Any]:
     """Figures of the turns after the first."""
     whole = [turn.received for turn in turns if turn.number and turn.received.whole and turn.received.arrivals]
     cached, sizes = (sum(getattr(r, name) for r in whole) for name in ("num_cached_tokens", "num_prompt_tokens"))

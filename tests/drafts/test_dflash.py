@@ -74,7 +74,7 @@ def as_training(
 ) -> Tensor:
     """All context at once, as training and replay do."""
     blocks = Blocks(torch.tensor(anchors)[:, None], block[:, :1], torch.tensor(sizes)[:, None], (BLOCK,))
-    return draft.at_anchors(blocks, draft.known(features), embedding)
+    return draft.at_anchors(blocks, draft.known(features), embedding.__getitem__)
 
 
 @pytest.mark.parametrize("run", [as_engine, as_training])

@@ -98,7 +98,10 @@ def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     Qwen2ForCausalLM(Qwen2Config(**sizes, vocab_size=260, num_hidden_layers=1)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, gemma3_text"):
+    with pytest.raises(
+        ValueError,
+        match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, qwen3_5, qwen3_5_text, gemma3_text",
+    ):
         load_pair(target=tmp_path, dtype="float32")
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 Place = str | os.PathLike[str]
+CACHE = Path.home() / ".cache" / "blockpilot"  # files of this machine that can be made again
 
 
 @contextmanager

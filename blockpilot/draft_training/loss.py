@@ -203,7 +203,7 @@ class BlockLoss(DraftLoss):
 
 
 class SlotScores(NamedTuple):
-    """Of M slots: the losses, those of the text's token alone, and the draft's choice in the scored vocabulary."""
+    """Losses of M slots, those of the text's token alone, and the draft's choices in the scored vocabulary."""
 
     losses: Tensor
     label_losses: Tensor

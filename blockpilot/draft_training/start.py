@@ -13,11 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import Eagle3Model
+from blockpilot.models.states import LINEAR
 
 
 def check_start(config: PretrainedConfig) -> None:
     """Raise ValueError for a target whose layers a draft cannot start from."""
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+    if LINEAR in (getattr(config, "layer_types", None) or ()):
         raise ValueError(
             "start 'target': the target's layers have recurrent states, a draft's do not; allowed are 'random' and"
             " the directory of a draft"

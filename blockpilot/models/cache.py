@@ -41,7 +41,7 @@ class SlotCache:
         self.max_length = length
         self._halves = halves or Padding(head_dim(config) // 2, head_dim(config) // 2)
         slot_shape = num_kv_heads(config), length + num_spare, 2 * self._halves.padded
-        shape = (config.num_hidden_layers, 2, num_slots, *slot_shape)
+        shape = (self.num_key_layers(config), 2, num_slots, *slot_shape)
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         """[layers, 2, num_slots, kv_heads, length, head_dim], keys, then values."""
@@ -49,6 +49,11 @@ class SlotCache:
         """Each layer as a view [num_slots, length, 2, kv_heads, head_dim]."""
         self.graphs: Graphs | None = None
         """CUDA graphs of passes of few tokens; with them the last column must stay free of tokens."""
+
+    @staticmethod
+    def num_key_layers(config: Any) -> int:
+        """Layers that keep keys and values."""
+        return int(config.num_hidden_layers)
 
     @property
     def num_columns(self) -> int:

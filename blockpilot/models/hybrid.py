@@ -51,14 +51,14 @@ class HybridWeights:
 
 
 class HybridPass(NamedTuple):
-    """What the layers of a pass share."""
+    """Inputs of a pass that all layers share."""
 
     cache: SlotView
     order: StatePass
     masks: Sequence[Mask]
     rotary: Rotary
     native: Any = None
-    """What layers in C read besides."""
+    """Further inputs of layers in C."""
 
     @property
     def states(self) -> StateCache:

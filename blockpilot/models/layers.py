@@ -88,7 +88,7 @@ class Mask:
 
 
 class LayerForm(NamedTuple):
-    """What the layers of a family compute in their own way."""
+    """Differences between families in the arithmetic of their layers."""
 
     eps: float
     scale: float
@@ -261,7 +261,7 @@ class DecoderLayers:
         return self._norm_of(hidden, weight)
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
-        """What a sublayer adds [N, hidden], normed if it has weights."""
+        """Output of a sublayer [N, hidden], normed if there are weights for it."""
         return delta if weight is None else self._norm_of(delta, weight)
 
     def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class _Order:
 
 
 class _NativePass(NamedTuple):
-    """What the layers of a pass share, besides `HybridPass`."""
+    """Inputs of a pass that the layers in C share, besides `HybridPass`."""
 
     order: _Order
     attend: Callable[[int, Tensor], Tensor]

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from blockpilot.models.cache import SlotCache, head_dim, num_kv_heads
+from blockpilot.models.cache import SlotCache
 from blockpilot.native.products import Padding
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -45,16 +45,6 @@ class StateShape:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-@dataclass(frozen=True)
-class _FullAttention:
-    """Shape of the part of a cache that has keys and values."""
-
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-
 class StateCache(SlotCache):
     """`SlotCache` of the layers with keys and values, and states of the others, initially zero."""
 
@@ -68,18 +58,19 @@ class StateCache(SlotCache):
         num_spare: int = 0,
         halves: Padding | None = None,
     ) -> None:
-        kinds, shape = config.layer_types, StateShape.of(config)
-        heads = config.num_attention_heads, num_kv_heads(config), head_dim(config)
-        of_keys = _FullAttention(kinds.count(FULL), *heads)
-        super().__init__(of_keys, num_slots, length, dtype, device, num_spare, halves)
-        slots = kinds.count(LINEAR), num_slots
+        super().__init__(config, num_slots, length, dtype, device, num_spare, halves)
+        shape, slots = StateShape.of(config), (config.layer_types.count(LINEAR), num_slots)
         self.windows = torch.zeros(*slots, shape.kernel - 1, shape.channels, dtype=dtype, device=device)
         """[layers, num_slots, kernel - 1, channels], oldest first."""
         matrix = shape.value_heads, shape.key_dim, shape.value_dim
         self.matrices = torch.zeros(*slots, *matrix, dtype=torch.float32, device=device)
         """[layers, num_slots, value_heads, key_dim, value_dim]; layers in C have their own order inside a head."""
         self.accept_states: Accept | None = None
-        """Of the last pass, if it had blocks of more than their anchors."""
+        """Function of the last pass, if its blocks had more tokens than their anchors."""
+
+    @staticmethod
+    def num_key_layers(config: Any) -> int:
+        return int(config.layer_types.count(FULL))
 
     @property
     def num_bytes(self) -> int:

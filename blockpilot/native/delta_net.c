@@ -47,18 +47,6 @@ static long channels_of(const struct delta_net *net)
     return 2 * net->key_heads * net->key_dim + net->value_heads * net->value_dim;
 }
 
-static float number(const stored *from)
-{
-#ifdef BFLOAT16
-    uint32_t bits = (uint32_t)*from << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-#else
-    return *from;
-#endif
-}
-
 /* LANES numbers, of which `num` exist; the others are 0. */
 static inline lanes load_some(const stored *from, long num)
 {
@@ -89,8 +77,7 @@ static inline lanes load_floats_some(const float *from, long num)
 
 static inline lanes sigmoid(lanes x)
 {
-    lanes small = exponential(chosen(x > 0, -x, x)); /* at most 1 */
-    return chosen(x > 0, (lanes){0} + 1, small) / (1 + small);
+    return by_logistic((lanes){0} + 1, x);
 }
 
 /* 1 / sqrt(mean of the squares of x [num] + eps) */

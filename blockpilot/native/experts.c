@@ -5,13 +5,6 @@
  */
 #include "experts.h"
 
-/* number / (1 + e^-x) */
-static inline lanes by_logistic(lanes number, lanes x)
-{
-    lanes small = exponential(chosen(x > 0, -x, x)); /* at most 1 */
-    return number * chosen(x > 0, (lanes){0} + 1, small) / (1 + small);
-}
-
 void swiglu(long rows, long inner, const stored *gate_up, stored *out)
 {
 #pragma omp for
@@ -32,18 +25,6 @@ void geglu(long rows, long inner, const stored *gate_up, stored *out)
             lanes gelu = by_logistic(gate, twice * fused(gate * gate * gate, (lanes){0} + 0.044715f, gate));
             store(rounded(gelu) * up, out + row * inner + i);
         }
-}
-
-static float number(const stored *from)
-{
-#ifdef BFLOAT16
-    uint32_t bits = (uint32_t)*from << 16;
-    float found;
-    memcpy(&found, &bits, sizeof found);
-    return found;
-#else
-    return *from;
-#endif
 }
 
 /* Index of the best of scores [num] that is not taken, the first of equal ones; marks it as taken. */

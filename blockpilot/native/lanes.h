@@ -134,3 +134,22 @@ static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7;
     return chosen(x == x, y, x);
 #endif
 }
+
+static inline float number(const stored *from)
+{
+#ifdef BFLOAT16
+    uint32_t bits = (uint32_t)*from << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+#else
+    return *from;
+#endif
+}
+
+/* number / (1 + e^-x) */
+static inline lanes by_logistic(lanes number, lanes x)
+{
+    lanes small = exponential(chosen(x > 0, -x, x)); /* at most 1 */
+    return number * chosen(x > 0, (lanes){0} + 1, small) / (1 + small);
+}

@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 
 from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
-from blockpilot.storage import whole
+from blockpilot.storage import CACHE, whole
 
 Array = NDArray[Any]
 
-FOLDER, CACHE = Path(__file__).parent, Path.home() / ".cache" / "blockpilot"
+FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / f"{name}.c"
     for name in ("products", "tiles", "experts", "layers", "delta_net", "ranking", "linking", "growing", "matching")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from blockpilot.pairs.gguf_files import convert_gguf
 from blockpilot.pairs.table import EMBEDDED_TARGET, GEMMA3_270M
+from blockpilot.storage import CACHE
 
 _PIECE = 1 << 20  # bytes read at once
 
@@ -56,7 +57,7 @@ def wheel_target(name: str) -> Path:
         except importlib.metadata.PackageNotFoundError:
             raise ValueError(f"target {name} needs the wheel {wheel}: pip install {wheels.install}") from None
         files.append(next(Path(str(file.locate())) for file in in_wheel if ".gguf" in file.name))
-    return converted(files, Path.home() / ".cache" / "blockpilot", wheels.sha256)
+    return converted(files, CACHE, wheels.sha256)
 
 
 def converted(files: Sequence[Path], cache_dir: Path, sha256: str) -> Path:

@@ -15,7 +15,7 @@ Fields = Mapping[str, Any]
 
 
 class GgufFamily(NamedTuple):
-    """How the files of an architecture become a checkpoint."""
+    """Conversion of the files of an architecture."""
 
     config: Callable[[Fields], dict[str, Any]]
     names: Mapping[str, str]

@@ -9,9 +9,9 @@ from pathlib import Path
 from blockpilot.control.cost import StepPrice, read_price
 from blockpilot.evaluation.pricing import holds_here, measure_price, mixtures_for, time_steps
 from blockpilot.pairs.loading import Pair
-from blockpilot.storage import write_text
+from blockpilot.storage import CACHE, write_text
 
-FOLDER = Path.home() / ".cache" / "blockpilot" / "prices"
+FOLDER = CACHE / "prices"
 TOLERANCE = 1.15  # between a plain and a drafting step's seconds, each over its cost
 LONGEST_AGE_S = 30 * 24 * 3600.0  # a driver, a library or the machine's neighbours may be others by then
 log = logging.getLogger("ray.serve.blockpilot")  # the servers' log

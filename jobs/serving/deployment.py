@@ -6,6 +6,7 @@ The deploying process needs neither torch nor transformers, which take seconds t
 from contextlib import aclosing
 from typing import Any
 
+from jobs.serving.fields import WAITING
 from jobs.serving.schema import Body, Objects
 
 
@@ -33,7 +34,7 @@ class ReplicaDeployment:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's name for metrics of a replica that the autoscaling policy reads (routing.WaitingScaling)."""
-        return {"waiting_s": self._replica.loop.waiting_s}
+        return {WAITING: self._replica.loop.waiting_s}
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Use another policy; Serve calls this once before the first request."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 RETRY_AFTER_S = 1
+WAITING = "waiting_s"  # metric of a replica: age of its oldest request without a first token
 
 
 class ApiError(Exception):

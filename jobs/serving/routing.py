@@ -15,10 +15,10 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve.config import AutoscalingContext
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
+from jobs.serving.fields import WAITING
 from jobs.serving.schema import Body, ChatRequest
 
 PREFIX_CHARACTERS = 1024  # of a completion's prompt
-WAITING = "waiting_s"  # name of the replicas' own metric
 FEW_ROWS = 0.7  # share of the rows that remaining replicas may use after one is removed
 
 

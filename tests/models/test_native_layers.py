@@ -87,7 +87,7 @@ class Work(NamedTuple):
 
     @property
     def rotaries(self) -> list[Rotary]:
-        """Of every layer; the second has another one."""
+        """Rotary embeddings of all layers; the second has another one."""
         return [self.rotary, Rotary(self.rotary.sines, self.rotary.cosines), self.rotary]
 
     def view(self, cache: SlotCache) -> SlotView:

@@ -38,7 +38,7 @@ def test_padding_and_back(sizes: list[int]) -> None:
     seed=st.integers(0, 99),
 )
 def test_a_window_leaves_out_earlier_tokens(sizes: list[int], has_trees: bool, window: int, seed: int) -> None:
-    """Of chains and trees, by the positions of queries and columns, in a double loop; boxes give the same."""
+    """Masks of chains and trees, by the positions of queries and columns, in a double loop; boxes give the same."""
     choice = random.Random(seed)
     starts = [choice.randint(0, 20) for _ in sizes]
     trees = [[choice.randint(0, i) for i in range(size - 1)] for size in sizes]

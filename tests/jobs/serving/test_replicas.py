@@ -13,7 +13,8 @@ import pytest
 
 from helpers.patience import patient
 from helpers.servers import Server, configured
-from jobs.serving.routing import WAITING, WaitingScaling, affinity
+from jobs.serving.fields import WAITING
+from jobs.serving.routing import WaitingScaling, affinity
 from jobs.serving.schema import ChatRequest, CompletionRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")

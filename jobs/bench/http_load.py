@@ -142,10 +142,8 @@ class Clients:
                         received.arrivals.append(time.perf_counter())
                 else:
                     usage = event["usage"]
-                    received.num_tokens, received.num_prompt_tokens = (
-                        usage["completion_tokens"],
-                        usage["prompt_tokens"],
-                    )
+                    received.num_tokens = usage["completion_tokens"]
+                    received.num_prompt_tokens = usage["prompt_tokens"]
                     received.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                     received.acceptance_length = usage.get("acceptance_length")
                 if patience is not None and len(received.arrivals) >= patience:

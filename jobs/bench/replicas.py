@@ -99,16 +99,21 @@ def served(config: BenchReplicasConfig, routing: Routing, num_replicas: int, cpu
 
 def row_of(routing: str, turns: Sequence[AskedTurn]) -> dict[str, Any]:
     """Figures of the turns after the first."""
-    whole = [turn.received for turn in turns if turn.number and turn.received.whole and turn.received.arrivals]
-    cached, sizes = (sum(getattr(r, name) for r in whole) for name in ("num_cached_tokens", "num_prompt_tokens"))
-    first = [r.first_token_s for r in whole]
+    later = [turn.received for turn in turns if turn.number and turn.received.whole and turn.received.arrivals]
+    cached, sizes = (sum(getattr(r, name) for r in later) for name in ("num_cached_tokens", "num_prompt_tokens"))
+    first = [r.first_token_s for r in later]
     return {
         "routing": routing,
-        "turns": len(whole),
+        "turns": len(later),
         "cached": cached / max(1, sizes),
         "first_token_s": {f"p{q}": float(np.percentile(first, q)) for q in (50, 90)},
-        "failed": sum(not turn.received.whole for turn in turns),
+        "failed": num_failed(turns),
     }
+
+
+def num_failed(turns: Sequence[AskedTurn]) -> int:
+    """Turns that were refused, or whose answers are incomplete."""
+    return sum(not turn.received.whole for turn in turns)
 
 
 async def burst(config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -122,8 +127,12 @@ async def burst(config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt]
 
     turns, _ = await asyncio.gather(conversations(config, url, prompts, config.num_conversations), watch())
     answered = sorted((t.received.sent - began, t.received.first_token_s) for t in turns if t.received.arrivals)
-    failed = sum(not turn.received.whole for turn in turns)
-    return {"replicas": sampled, "first_token_s": answered, "turns": len(turns), "failed": failed}
+    return {
+        "replicas": sampled,
+        "first_token_s": answered,
+        "turns": len(turns),
+        "failed": num_failed(turns),
+    }
 
 
 def num_running() -> int:

@@ -1,8 +1,8 @@
 """Learned policies on the embedded pair: sweeps, training, evaluations at several loads, and their comparison.
 
 The policies are trained on prompts that the draft was not trained on: a draft has a higher acceptance on its own
-training answers, so a policy trained on those would expect too much. The embedded draft was trained on the first
-prompts of four sets (see its model card). Training prompts are the rest of these sets, further prompts written by the
+training answers, so a policy trained on those would expect too much. The embedded draft was trained on most prompts
+of four sets (see its model card). Training prompts are the rest of these sets, further prompts written by the
 target, and the unmeasured prompts of three benchmarks. The policy of kind `step` is measured on three benchmarks and
 on conversation openings, all held out, at temperature 0 and 1, alone and in batches, and compared with the paper's
 policy, fixed block sizes, untrained methods and an oracle. Its transfer is measured on code, without code among its
@@ -43,14 +43,15 @@ Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "compare"]
 STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "compare")
 KEPT = Path(__file__).parent / "policies"
 KEPT_EVALUATIONS = Path(__file__).parent / "evaluations"
-SEEN_BY_DRAFT = {"docstrings": 3000, "signatures": 3000, "chitchat": 4000, "chatterbot": 500}
+SEEN_BY_DRAFT = {"chatterbot": 600}  # first prompts
+HELD_OUT_FROM_DRAFT = "docstrings", "signatures", "chitchat"  # trained on all but HELD_OUT of each
+HELD_OUT = 0.04
 NUM_MEASURED = 64  # first prompts of a benchmark; policies learn from later ones
 NUM_PROMPTS = {
-    **{"docstrings": 200, "signatures": 150, "chitchat": 300, "chatterbot": 150},
+    **{"docstrings": 160, "signatures": 135, "chatterbot": 145},
     **{"gsm8k": 400, "humaneval": 100, "mbpp": 150},
 }
 CODE_SETS = ("docstrings", "signatures", "humaneval", "mbpp")
-HELD_OUT_CHITCHAT = 0.04
 CANDIDATES = (1, 2, 3, 4, 6, 8)
 TREE_SIZES = (3, 7, 15)
 BASELINES = "control", "means", "verification", "budget", "untrained", "oracle"
@@ -115,16 +116,16 @@ class StudyConfig(Config):
 
 
 def unseen(name: str, num: int) -> list[Prompt]:
-    """Prompts of a set without the draft's training prompts and the measured or held-out ones."""
-    prompts = load_prompts(name)[SEEN_BY_DRAFT.get(name, NUM_MEASURED) :]
-    if name == "chitchat":
-        prompts, _ = split(prompts, HELD_OUT_CHITCHAT)
-    return prompts[:num]
+    """Prompts of a set without the draft's training prompts and the measured ones."""
+    prompts = load_prompts(name)
+    if name in HELD_OUT_FROM_DRAFT:
+        return split(prompts, HELD_OUT)[1][:num]
+    return prompts[SEEN_BY_DRAFT.get(name, NUM_MEASURED) :][:num]
 
 
 def held_out_chitchat() -> list[Prompt]:
     """Conversation openings that neither draft nor policy was trained on."""
-    return split(load_prompts("chitchat"), HELD_OUT_CHITCHAT)[1]
+    return unseen("chitchat", len(load_prompts("chitchat")))
 
 
 def own_prompts(config: StudyConfig) -> list[Prompt]:

@@ -33,8 +33,26 @@ class Blocks(NamedTuple):
         return sent(block, self.anchors.device), sent(offset, self.anchors.device)
 
 
+class KnownLayer(NamedTuple):
+    """A layer's keys and values of known texts [N, heads, S, head_dim].
+
+    It has no number: layers that differ in one are compiled one by one, until the compiler's limit is reached.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows_each: int
+
+    def with_own(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the texts, then the blocks' own [R, heads, W, head_dim]."""
+        known = self.keys, self.values
+        if self.rows_each > 1:
+            known = known[0].repeat_interleave(self.rows_each, 0), known[1].repeat_interleave(self.rows_each, 0)
+        return torch.cat([known[0], keys], dim=2), torch.cat([known[1], values], dim=2)
+
+
 class KnownContext:
-    """Key/value store of the draft for known texts: those of all context, then the blocks' own.
+    """Keys and values of a draft for known texts.
 
     keys and values hold a tensor [N, heads, S, head_dim] for every layer; a text serves `rows_each` rows of blocks.
     tokens [N, S] and context vectors [N, S, hidden] are there for drafts that read them.
@@ -56,11 +74,9 @@ class KnownContext:
     def num_columns(self) -> int:
         return self.keys[0].shape[2]
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        known = self.keys[layer_idx], self.values[layer_idx]
-        if self.rows_each > 1:
-            known = known[0].repeat_interleave(self.rows_each, 0), known[1].repeat_interleave(self.rows_each, 0)
-        return torch.cat([known[0], keys], dim=2), torch.cat([known[1], values], dim=2)
+    @property
+    def layers(self) -> list[KnownLayer]:
+        return [KnownLayer(k, v, self.rows_each) for k, v in zip(self.keys, self.values, strict=True)]
 
 
 def block_mask(blocks: Blocks, num_columns: int) -> Tensor:

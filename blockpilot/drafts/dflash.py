@@ -8,7 +8,7 @@ all of the context, which ends strictly before the anchor. Sliding-window layers
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from blockpilot.drafts.base import Draft, Embed, check_layers, check_same
-from blockpilot.drafts.blocks import Blocks, KnownContext, block_mask
+from blockpilot.drafts.blocks import Blocks, KnownContext, KnownLayer, block_mask
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.drafts.options import DraftOptions, parse_options
 from blockpilot.models.cache import num_kv_heads
@@ -73,20 +73,11 @@ def through(
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions
 
 
-class KeyValueStore(Protocol):
-    """Cache that attention writes to: stores a layer's keys and values, returns all that may be attended to."""
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Both are [R, heads, tokens, head_dim]."""
-        ...
-
-
 class DraftAttention(nn.Module):
     """Grouped-query attention with q/k RMSNorm; queries from the block, keys from context and block."""
 
-    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+    def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         num_kv = num_kv_heads(config)
         width, bias = config.hidden_size, config.attention_bias
@@ -102,12 +93,12 @@ class DraftAttention(nn.Module):
         keys, values = (self._apart(each) for each in outputs((self.k_proj, self.v_proj), hidden))
         return turned(self.k_norm(keys), rotary), values.transpose(1, 2)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore) -> Tensor:
-        """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true."""
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, known: KnownLayer) -> Tensor:
+        """Attend from hidden [R, W, hidden] to what is known and to itself, where mask [R, 1, W, keys] is true."""
         projections = self.q_proj, self.k_proj, self.v_proj
         queries, keys, values = (self._apart(each) for each in outputs(projections, hidden))
         queries, keys = turned(self.q_norm(queries), rotary), turned(self.k_norm(keys), rotary)
-        keys, values = cache.update(keys, values.transpose(1, 2), self.layer_idx)
+        keys, values = known.with_own(keys, values.transpose(1, 2))
         bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
         attended = grouped_attention(queries, keys, values, bias, self.head_dim**-0.5).transpose(1, 2)
         output: Tensor = self.o_proj(attended.flatten(-2))
@@ -145,16 +136,16 @@ class DraftMlp(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer: attention, then SwiGLU, in DFlash 2 each with a convolution over the block."""
 
-    def __init__(self, config: Qwen3Config, layer_idx: int, options: DraftOptions) -> None:
+    def __init__(self, config: Qwen3Config, options: DraftOptions) -> None:
         super().__init__()
         self.attention_conv, self.mlp_conv = (_convolution(config, options) for _ in range(2))
-        self.self_attn = DraftAttention(config, layer_idx)
+        self.self_attn = DraftAttention(config)
         self.mlp = DraftMlp(config.hidden_size, config.intermediate_size)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore, offsets: Tensor) -> Tensor:
-        attention = partial(self.self_attn, rotary=rotary, mask=mask, cache=cache)
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, known: KnownLayer, offsets: Tensor) -> Tensor:
+        attention = partial(self.self_attn, rotary=rotary, mask=mask, known=known)
         hidden = hidden + through(self.attention_conv, self.input_layernorm(hidden), offsets, attention)
         return hidden + through(self.mlp_conv, self.post_attention_layernorm(hidden), offsets, self.mlp)
 
@@ -169,7 +160,7 @@ class DraftModel(Draft):
         super().__init__()
         self.config = config
         self.options = parse_options(config)
-        self.layers = nn.ModuleList(DraftLayer(config, i, self.options) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, self.options) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         num_features = len(self.options.target_layer_ids) * config.hidden_size
@@ -232,7 +223,7 @@ class DraftModel(Draft):
         block: Tensor,
         positions: Tensor,
         masks: Sequence[Tensor],
-        cache: KeyValueStore,
+        context: KnownContext,
         offsets: Tensor | None = None,
     ) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
@@ -243,8 +234,8 @@ class DraftModel(Draft):
         offsets = torch.arange(block.shape[1], device=block.device) if offsets is None else offsets
         rotary = self.rotary_emb(block, positions)
         hidden = block
-        for layer, mask in zip(self.layers, masks, strict=True):
-            hidden = layer(hidden, rotary, mask, cache, offsets)
+        for layer, mask, known in zip(self.layers, masks, context.layers, strict=True):
+            hidden = layer(hidden, rotary, mask, known, offsets)
         output: Tensor = self.norm(hidden)
         return output
 

@@ -123,10 +123,12 @@ def tiny_hybrid(seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
 DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}
 
 
-def tiny_draft(target: PreTrainedModel, block_size: int = 4, seed: int = 1, **parts: Any) -> DraftModel:
+def tiny_draft(
+    target: PreTrainedModel, block_size: int = 4, seed: int = 1, num_layers: int = 2, **parts: Any
+) -> DraftModel:
     """A random draft, with random edges and convolutions where its parts (`DraftOptions`) ask for them."""
     torch.manual_seed(seed)
-    shape = {"num_layers": 2, "block_size": block_size}
+    shape = {"num_layers": num_layers, "block_size": block_size}
     draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, **shape, **parts))
     with torch.no_grad():
         if draft.edges is not None:

@@ -1,9 +1,9 @@
 """EAGLE-3 draft network (arXiv 2503.01840): proposes token by token, from its own hidden states.
 
 One decoder layer with an LM head of its own, over a draft vocabulary of the target's most frequent tokens. Its input
-for position t is the target's feature of token t (the hidden states of three layers or more, fused by `fc`) beside the
-embedding of token t + 1, and its output predicts token t + 2. After the last position whose feature is known, its own
-hidden state before the final norm takes the place of the feature.
+for position t is the target's feature of token t (the hidden states of three layers or more, fused by `fc`) beside
+the embedding of token t + 1, and its output predicts token t + 2. After the last position whose feature is known, its
+own hidden state before the final norm takes the place of the feature.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,8 +2,9 @@
 
 Read and written: that of the paper's code and of SGLang, a llama configuration with `draft_vocab_size`. Read as well:
 that of vLLM's speculators, whose `transformer_layer_config` is the llama configuration, and DeepSpec's
-(`eagle3_qwen3_*`), a Qwen3 one of five target layers over the whole vocabulary. The number of a target layer means its output in
-`eagle_config` (as SGLang reads it) and `target_layer_ids`, and its input at the top level (as vLLM reads it).
+(`eagle3_qwen3_*`), a Qwen3 one of five target layers over the whole vocabulary. The number of a target layer means
+its output in `eagle_config` (as SGLang reads it) and `target_layer_ids`, and its input at the top level (as vLLM
+reads it).
 """
 
 from collections.abc import Mapping, Sequence

@@ -169,9 +169,8 @@ class Eagle3Model(Draft):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.embed_tokens: nn.Embedding | None = None
         """Embeddings of a checkpoint that carries them, frozen; None: the target's."""
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.use_vocabulary(torch.arange(size))
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))  # at first the first tokens
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < size)
 
     @property
     def is_sequential(self) -> bool:

@@ -21,6 +21,8 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import as_dflash
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_checkpoint import EAGLE3_ARCHITECTURES, parse_eagle3
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import PairId
 from helpers.tiny import CHAT_TEMPLATE, byte_tokenizer
 
 Json = dict[str, Any]
@@ -260,6 +262,20 @@ def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
     written = {"tokenizer_class": kind, "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": CHAT_TEMPLATE}
     written |= {"model_max_length": 131072, "clean_up_tokenization_spaces": False} | changes
     (directory / "tokenizer_config.json").write_text(json.dumps(written))
+
+
+def shapes(name: str) -> Pair:
+    """The pair in bfloat16, without its weights' memory."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            target, draft = _new_target(text_config(name)), new_draft(PUBLISHED[name].draft)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if isinstance(draft, Eagle3Model):  # its LM head is of these tokens
+        draft.d2t = torch.zeros(len(draft.d2t), dtype=torch.int64)
+    no_tokenizer: Any = None
+    return Pair(PairId("target", "0", "draft", "0"), target, draft, no_tokenizer)
 
 
 def small_draft(name: str, directory: Path, **changes: Any) -> Path:

@@ -1,10 +1,12 @@
 """Memory of a pair on one device: its caches by slots and tokens, and how many of them fit.
 
 A pair runs on one device, whose memory holds the weights of target and draft, the caches, which an engine allocates
-at its start, and what passes need (WORKING_BYTES).
+at its start, and what passes need (WORKING_SHARE).
 """
 
 from typing import NamedTuple, Self
+
+import torch
 
 from blockpilot.device import free_bytes, gib
 from blockpilot.engine.prefixes import PAGE
@@ -12,7 +14,7 @@ from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
 
-WORKING_BYTES = 4 * 2**30  # of a GPU: activations and logits of the widest pass, CUDA graphs, CUDA's own
+WORKING_SHARE = 0.05  # of a GPU's memory: activations and logits of the widest pass, CUDA graphs, CUDA's own
 
 
 class CacheSize(NamedTuple):
@@ -56,11 +58,12 @@ def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int
     free, needed = free_bytes(device), size.num_bytes(num_slots, max_length, prefix_tokens)
     if free is None:
         return
-    free -= WORKING_BYTES if device.type == "cuda" else 0
+    if device.type == "cuda":
+        free -= int(WORKING_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if needed > free:
         slots, longest = size.most_slots(free, max_length), min(size.longest(free, num_slots), pair.max_length)
-        fitting = f"{slots} slots of {max_length} tokens" if slots else f"{num_slots} slots of {longest} tokens"
         raise ValueError(
             f"num_slots {num_slots} of {max_length} tokens, prefix_tokens {prefix_tokens}: the caches take"
-            f" {gib(needed)}, {gib(free)} are free; with as many prefix_tokens {fitting} fit"
+            f" {gib(needed)}, {gib(free)} are free; with as many prefix_tokens {slots} slots of {max_length} tokens"
+            f" fit, or {num_slots} of {longest}"
         )

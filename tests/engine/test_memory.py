@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.memory import WORKING_BYTES, CacheSize, check_memory
+from blockpilot.engine.memory import WORKING_SHARE, CacheSize, check_memory
 from blockpilot.pairs.loading import Pair, check_weights, weight_bytes
 from blockpilot.pairs.table import NAMED_PAIRS, split_revision
 from helpers.published import PUBLISHED, shapes
@@ -44,7 +44,7 @@ def test_caches_that_do_not_fit_are_refused_with_what_does(tiny_pair: Pair) -> N
     )
     with pytest.raises(ValueError, match=complaint) as caught:
         check_memory(tiny_pair, 100_000_000, 1000, 0)
-    fitting = re.search(r"with as many prefix_tokens (\d+) slots of 1000 tokens fit", str(caught.value))
+    fitting = re.search(r"as many prefix_tokens (\d+) slots of 1000 tokens fit, or 100000000 of 0", str(caught.value))
     assert fitting
     check_memory(tiny_pair, int(fitting[1]) // 2, 1000, 0)
 
@@ -70,7 +70,7 @@ def test_the_guide_says_what_the_published_pairs_take() -> None:
         pair = shapes(name)
         pair.draft.check_fit(pair.target.config)
         size, weights = CacheSize.of(pair), weight_bytes((pair.target, pair.draft), torch.bfloat16)
-        slots = size.most_slots(H100 - weights - WORKING_BYTES, 2048)
+        slots = size.most_slots(int((1 - WORKING_SHARE) * H100) - weights, 2048)
         target, draft = (split_revision(str(model))[0] for model in NAMED_PAIRS[name])
         taken.setdefault(target, []).append((f"{weights / 2**30:.1f}", f"{size.token // 1024}", f"{slots}"))
         assert f"`{name}` {draft}" in row_of(target)[1]

@@ -1,6 +1,7 @@
-"""Devices and dtypes: lookup by name, transfers to a device, and device names for stored step costs."""
+"""Devices and dtypes: lookup by name, free memory, transfers to a device, and device names for stored step costs."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Device = str | int | torch.device
+MEMORY_FILE = Path("/proc/meminfo")  # Linux
 
 
 def best_device() -> str:
@@ -50,6 +52,22 @@ def device_name(device: torch.device) -> str:
     cpu = torch.cpu.get_capabilities()
     best_instructions = next((name for name in CPU_INSTRUCTIONS if cpu.get(name)), cpu.get("architecture"))
     return f"{cpu.get('cpu_name', device.type)} ({best_instructions}), {torch.get_num_threads()} threads"
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU or of a Linux machine; None if unknown."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch holds back
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if not MEMORY_FILE.exists():
+        return None
+    lines = MEMORY_FILE.read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in words, such as 1.5 GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:

@@ -60,7 +60,7 @@ PAPER_PAIRS = {
     ),
     "qwen3-8b-dflash2": PaperPair(
         candidates_around(16),
-        ("deepseek-ai/eagle3_qwen3_8b_ttt7", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("deepseek-ai/eagle3_qwen3_8b_ttt7", str(NAMED_PAIRS["qwen3-8b"].draft)),
         "DFlash 4.42x, tau 6.13 on the same target; the paper has no DFlash 2",
     ),
     "llama31-8b": PaperPair(

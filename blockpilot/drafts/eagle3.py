@@ -1,9 +1,9 @@
 """EAGLE-3 draft network (arXiv 2503.01840): proposes token by token, from its own hidden states.
 
 One decoder layer with an LM head of its own, over a draft vocabulary of the target's most frequent tokens. Its input
-for position t is the target's feature of token t (the hidden states of three layers, fused by `fc`) beside the
-embedding of token t + 1, and its output predicts token t + 2. After the last position whose feature is known, its own
-hidden state before the final norm takes the place of the feature.
+for position t is the target's feature of token t (the hidden states of three layers or more, fused by `fc`) beside
+the embedding of token t + 1, and its output predicts token t + 2. After the last position whose feature is known, its
+own hidden state before the final norm takes the place of the feature.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class UnrolledAttention:
         return seen.flatten(1, 2)
 
 
-NUM_FEATURES = 3  # target layers that are read
+NUM_FEATURES = 3  # target layers that are read by default
 LEAST_VOCABULARY = 8  # tokens: the choices of a tree's position
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -78,6 +78,11 @@ class Eagle3Options:
     target_layer_ids: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     head_norms: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """Target layers that are read."""
+        return len(self.target_layer_ids or ()) or NUM_FEATURES
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Layers read of a target of so many layers; raises ValueError for one that it does not have."""
@@ -157,16 +162,15 @@ class Eagle3Model(Draft):
         width, size = config.hidden_size, options.draft_vocab_size
         if not 0 < size <= config.vocab_size:
             raise ValueError(f"draft_vocab_size {size}: must be 1 to {config.vocab_size}")
-        self.fc = nn.Linear(NUM_FEATURES * width, width, bias=False)
+        self.fc = nn.Linear(options.num_features * width, width, bias=False)
         self.midlayer = Eagle3Layer(config, options)
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(width, size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.embed_tokens: nn.Embedding | None = None
         """Embeddings of a checkpoint that carries them, frozen; None: the target's."""
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.use_vocabulary(torch.arange(size))
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))  # at first the first tokens
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < size)
 
     @property
     def is_sequential(self) -> bool:
@@ -208,7 +212,7 @@ class Eagle3Model(Draft):
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Target features [..., 3 * hidden] -> [..., hidden]."""
+        """Target features [..., layers * hidden] -> [..., hidden]."""
         fused: Tensor = self.fc(features)
         return fused
 

@@ -2,8 +2,9 @@
 
 Read and written: that of the paper's code and of SGLang, a llama configuration with `draft_vocab_size`. Read as well:
 that of vLLM's speculators, whose `transformer_layer_config` is the llama configuration, and DeepSpec's
-(`eagle3_qwen3_*`), a Qwen3 one over the whole vocabulary. The number of a target layer means its output in
-`eagle_config` (as SGLang reads it) and `target_layer_ids`, and its input at the top level (as vLLM reads it).
+(`eagle3_qwen3_*`), a Qwen3 one of five target layers over the whole vocabulary. The number of a target layer means
+its output in `eagle_config` (as SGLang reads it) and `target_layer_ids`, and its input at the top level (as vLLM
+reads it).
 """
 
 from collections.abc import Mapping, Sequence
@@ -144,10 +145,8 @@ def _layer_ids(stored: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...]
     ids = outputs or ([i - 1 for i in inputs] if inputs else None)
     if ids is None:
         return None
-    if len(ids) != NUM_FEATURES or min(ids) < 0:
-        raise ValueError(
-            f"draft option {_LAYER_IDS} = {outputs or inputs}: supported are the outputs of three layers"
-        )
+    if min(ids) < 0:
+        raise ValueError(f"draft option {_LAYER_IDS} = {outputs or inputs}: supported are outputs of layers")
     return tuple(ids)
 
 

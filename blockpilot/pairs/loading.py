@@ -7,6 +7,7 @@ into a cache directory), its draft from this package's data. Code in checkpoints
 import json
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.device import Device, dtype_name, to_device, to_dtype
+from blockpilot.device import Device, dtype_name, free_bytes, gib, to_device, to_dtype
 from blockpilot.drafts.base import Draft, PreparedDraft
 from blockpilot.drafts.families import family, load_any_draft, prepared_draft
 from blockpilot.drafts.none import NoDraft
@@ -148,11 +150,28 @@ def _load_draft(name: str | None) -> tuple[Draft, str, str]:
 def _pair(
     pair_id: PairId, target: PreTrainedModel, draft: Draft, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> Pair:
-    """The pair on its device, the draft in the target's dtype."""
+    """The pair on its device, the draft in the target's dtype; raises ValueError if a GPU has no room for it."""
+    if device.type == "cuda":
+        models = (draft,) if target.device.type == "cuda" else (target, draft)
+        check_weights(pair_id, models, target.dtype, free_bytes(device))
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
     pair = Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
     _ = pair.prepared_draft  # built now, before the target's weights are packed
     return pair
+
+
+def weight_bytes(models: Iterable[nn.Module], dtype: torch.dtype) -> int:
+    """Bytes of the weights of models in a dtype; of models that are not packed for layers in C."""
+    return sum(weight.numel() for model in models for weight in model.parameters()) * dtype.itemsize
+
+
+def check_weights(pair_id: PairId, models: Iterable[nn.Module], dtype: torch.dtype, free: int | None) -> None:
+    """Raise ValueError if the weights of a pair's models exceed the free bytes of a GPU; None: unknown."""
+    if free is not None and (needed := weight_bytes(models, dtype)) > free:
+        raise ValueError(
+            f"target {pair_id.target!r} with draft {pair_id.draft!r}: the weights take {gib(needed)} in"
+            f" {dtype_name(dtype)}, {gib(free)} of the GPU are free; a pair runs on one GPU, in bfloat16 at best"
+        )
 
 
 def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.prefixes import PAGE
-from blockpilot.models.target import Target
+from blockpilot.engine.memory import check_memory
 from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, encode_messages
-from blockpilot.types import MAX_BLOCK_SIZE, Request
+from blockpilot.types import Request
 from jobs.serving.constraints.grammars import Calls, Grammars
 from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools
 from jobs.serving.engine_loop import EngineLoop, Stream, on_passing_thread
@@ -322,41 +320,3 @@ def _choice_request(request: Request, number: int) -> Request:
     """The request of choice `number`, which differs in its seed, an int64 that wraps around."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))
-
-
-MEMORY_FILE = Path("/proc/meminfo")
-
-
-def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:
-    """Raise ValueError if the caches of these slots and prefix tokens do not fit into the free memory."""
-    needed, free = cache_bytes(pair, num_slots, max_length, prefix_tokens), _free_bytes(pair.target.device)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"num_slots {num_slots} of {max_length} tokens, prefix_tokens {prefix_tokens}: the caches take"
-            f" {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; fewer slots or prefix_tokens, or a smaller"
-            " max_length, are needed"
-        )
-
-
-def cache_bytes(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> int:
-    """Bytes of an engine's caches, extrapolated from caches of one and two tokens."""
-    target = Target(pair.target, pair.layer_ids)
-    # By slots of one and of two tokens: states do not grow with a text.
-    slot_bytes = token_bytes = 0
-    lengths = (target, max_length + MAX_BLOCK_SIZE), (pair.prepared_draft, max_length)
-    for model, length in lengths:
-        first, second = (model.new_cache(1, num).num_bytes for num in (1, 2))
-        slot_bytes += first + (length - 1) * (second - first)
-        token_bytes += second - first
-    num_pages = 0 if target.has_states else prefix_tokens // PAGE
-    return num_slots * slot_bytes + num_pages * PAGE * token_bytes
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU or of a Linux machine; None if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if not MEMORY_FILE.exists():
-        return None
-    lines = MEMORY_FILE.read_text().splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -26,10 +26,10 @@ VOCABULARY = torch.tensor([50, 3, 4, 20, 59, 7])
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def inputs(config: Any, length: int = 7) -> tuple[Tensor, Tensor]:
-    """Features [2, length, 3 * hidden] and embeddings [2, length, hidden]."""
+def inputs(config: Any, length: int = 7, num_layers: int = 3) -> tuple[Tensor, Tensor]:
+    """Features [2, length, layers * hidden] and embeddings [2, length, hidden]."""
     torch.manual_seed(5)
-    return torch.randn(2, length, 3 * config.hidden_size), torch.randn(2, length, config.hidden_size)
+    return torch.randn(2, length, num_layers * config.hidden_size), torch.randn(2, length, config.hidden_size)
 
 
 def slow_logits(slow: SlowEagle3, features: Tensor, embedded: Tensor) -> Tensor:
@@ -73,14 +73,17 @@ def speculators(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
 
 
 def deepspec(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
-    """DeepSpec's format, written by hand: a Qwen3 layer with norms of heads, over the target's whole vocabulary."""
+    """DeepSpec's format, written by hand: a Qwen3 layer with norms of heads, which reads five layers, over the
+    target's whole vocabulary.
+    """
     config = _llama(draft) | {
         **{"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "attention_bias": False, "ttt_length": 6},
-        **{"target_layer_ids": [0, 2, 4], "layer_types": ["full_attention"], "num_target_layers": 6},
+        **{"target_layer_ids": [0, 1, 2, 3, 4], "layer_types": ["full_attention"], "num_target_layers": 6},
     }
     weights = {name.replace("midlayer.", "layers.0."): value.detach() for name, value in draft.named_parameters()}
     size, width = draft.config.vocab_size, draft.config.hidden_size
     weights |= {"embed_tokens.weight": torch.randn(size, width), "lm_head.weight": torch.randn(size, width)}
+    weights["fc.weight"] = torch.randn(width, 5 * width) / 5
     for name in "qk":
         weights[f"layers.0.self_attn.{name}_norm.weight"] = 1 + torch.randn(draft.config.head_dim) / 4
     return write_draft(directory, config | changes, weights)
@@ -103,13 +106,13 @@ def test_a_published_checkpoint_computes_what_the_slow_network_does(
     weights = load_file(tmp_path / "draft" / "model.safetensors")
     weights = {name.replace("layers.0.", "midlayer."): value.float() for name, value in weights.items()}
     slow = SlowEagle3(weights, made.config, norm_before_residual=written is speculators)
-    features, embedded = inputs(draft.config)
+    features, embedded = inputs(draft.config, num_layers=draft.options.num_features)
     for row, logits in enumerate(logits_of(draft, features, embedded)):
         torch.testing.assert_close(logits, slow_logits(slow, features[row], embedded[row]), rtol=1e-4, atol=1e-5)
     assert draft.options.block_size == {published: 8, speculators: 6, deepspec: 7}[written]
     if written is deepspec:
         assert draft.vocabulary.tolist() == list(range(60))
-        assert draft.options == Eagle3Options(60, 7, (0, 2, 4), head_norms=True)
+        assert draft.options == Eagle3Options(60, 7, (0, 1, 2, 3, 4), head_norms=True)
     else:
         assert draft.vocabulary.tolist() == VOCABULARY.sort().values.tolist()
         assert draft.options.layer_ids(30) == (1, 14, 26)
@@ -160,11 +163,11 @@ def test_layer_numbers_of_both_readers_mean_the_same() -> None:
         (published, {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),
         (published, {"block_size": 1}, "block_size = 1: must be at least 2"),
         (published, {LAYER_IDS: [0, 3, 5]}, rf"{LAYER_IDS} = \[0, 3, 5\]"),
-        (published, {"eagle_config": {LAYER_IDS: [1, 3]}}, rf"{LAYER_IDS} = \[1, 3\]"),
+        (published, {"eagle_config": {LAYER_IDS: [1, 3]}}, "weights do not fit config.json at fc.weight"),
         (published, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False: not supported"),
         (speculators, {"speculators_model_type": "eagle"}, "speculators_model_type = eagle: not supported"),
         (speculators, {"transformer_layer_config": {"hidden_size": []}}, "config.json"),
-        (deepspec, {"target_layer_ids": [-1, 2, 4]}, r"= \[-1, 2, 4\]: supported are the outputs of three layers"),
+        (deepspec, {"target_layer_ids": [-1, 2, 4]}, r"= \[-1, 2, 4\]: supported are outputs of layers"),
     ],
 )
 def test_unsupported_checkpoints_are_refused_by_name(

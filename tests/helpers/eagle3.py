@@ -45,9 +45,9 @@ class SlowEagle3:
         self.config, self.norm_before_residual = config, norm_before_residual
 
     def step(self, feature: Tensor, embedded: Tensor, position: int, cache: Cache) -> Tensor:
-        """Hidden state [hidden] after a position, from the target's feature [3 * hidden] or the draft's own."""
+        """Hidden state [hidden] after a position, from the target's feature [layers * hidden] or the draft's own."""
         w, size = self.weights, self.config.head_dim
-        hidden = w["fc.weight"] @ feature if len(feature) == 3 * len(embedded) else feature
+        hidden = w["fc.weight"] @ feature if len(feature) > len(embedded) else feature
         normed = self._norm(hidden, "midlayer.hidden_norm")
         both = torch.cat([self._norm(embedded, "midlayer.input_layernorm"), normed])
         queries, keys, values = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ both).view(-1, size) for n in "qkv")

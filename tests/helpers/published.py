@@ -3,14 +3,26 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
+)
 
+from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import as_dflash
+from blockpilot.drafts.eagle3 import Eagle3Model
+from blockpilot.drafts.eagle3_checkpoint import EAGLE3_ARCHITECTURES, parse_eagle3
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import PairId
 from helpers.tiny import CHAT_TEMPLATE, byte_tokenizer
 
 Json = dict[str, Any]
@@ -53,24 +65,41 @@ _CODER: Json = {
 }
 
 
+_QWEN35_TEXT: Json = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16"},
+    **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"},
+    **{"hidden_size": 2560, "initializer_range": 0.02, "intermediate_size": 9216, "model_type": "qwen3_5_text"},
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32"},
+    **{"max_position_embeddings": 262144, "num_attention_heads": 16, "num_hidden_layers": 32},
+    **{"num_key_value_heads": 4, "rms_norm_eps": 1e-06, "tie_word_embeddings": True, "vocab_size": 248320},
+    "rope_parameters": {
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"},
+        **{"rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    },
+}
+_QWEN35: Json = {
+    **{"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": True},
+    "text_config": _QWEN35_TEXT,
+    "vision_config": {"depth": 24, "hidden_size": 1024, "num_heads": 16, "out_hidden_size": 2560},
+}
+
+
 def _draft(**changes: Any) -> Json:
     """Qwen3-4B-DFlash-b16's config.json, and others by what differs."""
     written = _QWEN3 | {
         **{"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}},
         **{"block_size": 16, "num_hidden_layers": 5, "max_window_layers": 5, "num_target_layers": 36},
         **{"dtype": "bfloat16", "layer_types": ["full_attention"] * 5, "transformers_version": "4.57.3"},
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        "dflash_config": _OF_FIVE,
     }
     del written["torch_dtype"]
     return written | changes
 
 
-_SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # DFlash 2
-_OF_SECOND: Json = _OF_8B | {
-    **{"architectures": ["DFlash2DraftModel"], "auto_map": {"AutoModel": "dflash.DFlash2DraftModel"}},
-    **{"is_causal": False, "final_logit_softcapping": None},
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]} | _SECOND,
-}
+_LAYERS = [1, 9, 17, 25, 33]
+_OF_FIVE: Json = {"mask_token_id": 151669, "target_layer_ids": _LAYERS}
 _OF_LLAMA: Json = {
     **{"block_size": 10, "hidden_size": 4096, "intermediate_size": 12288, "num_target_layers": 32},
     **{"bos_token_id": 128000, "eos_token_id": 128009, "vocab_size": 128256, "max_position_embeddings": 131072},
@@ -83,16 +112,92 @@ _OF_CODER: Json = {
     **{"rope_theta": 10000000, "max_position_embeddings": 262144, "tie_word_embeddings": False},
     "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 7, 14, 20, 26, 32, 39, 45]},
 }
-PUBLISHED: dict[str, tuple[Json, Json]] = {
-    "qwen3-4b": (_QWEN3, _draft()),
-    "qwen3-8b": (_QWEN3 | _OF_8B, _draft(**_OF_8B)),
-    "qwen3-8b-dflash2": (_QWEN3 | _OF_8B, _draft(**_OF_SECOND)),
-    "llama31-8b": (_LLAMA, _draft(**_OF_LLAMA)),
-    "qwen3-coder-30b-a3b": (_CODER, _draft(**_OF_CODER)),
+_OF_QWEN35: Json = {
+    **{"hidden_size": 2560, "intermediate_size": 9216, "vocab_size": 248320, "num_target_layers": 32},
+    **{"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+    **{"max_position_embeddings": 262144, "sliding_window": 4096, "use_sliding_window": True},
+    **{"rope_theta": 10000000, "tie_word_embeddings": False},
+    "dflash_config": {"mask_token_id": 248077, "target_layer_ids": [1, 5, 9, 13, 17, 21, 25, 29]},
 }
-"""Configurations of target and draft by the name of the pair."""
 
-EOS = {"qwen3": [257, 256], "llama": [259, 258, 257], "qwen3_moe": [257, 256]}
+
+def _deepspec(target: Json, **changes: Any) -> Json:
+    """Config.json of DeepSpec's drafts: the target's, with options at the top level."""
+    kept = {key: value for key, value in target.items() if key != "torch_dtype"}
+    options = {
+        "dtype": "bfloat16",
+        "num_target_layers": 36,
+        "target_layer_ids": _LAYERS,
+        "tie_word_embeddings": False,
+    }
+    return kept | options | changes
+
+
+_DSPARK: Json = {
+    **{"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 151669, "num_anchors": 512},
+    **{"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5, "markov_rank": 256},
+    **{"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True},
+}
+_DEEPSPEC_EAGLE3: Json = {
+    **{"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    **{"ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1},
+}
+
+
+def _speculators(network: Json, kind: str, num_drafted: int, **changes: Any) -> Json:
+    """Config.json of vLLM's speculators: the network's in a part of its own."""
+    methods = [{"proposal_type": "greedy", "speculative_tokens": num_drafted}]
+    return {
+        **{"speculators_model_type": kind, "dtype": "float32", "target_hidden_size": None},
+        "speculators_config": {"algorithm": kind, "proposal_methods": methods},
+        "transformer_layer_config": network,
+        **changes,
+    }
+
+
+_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+_OF_DFLASH2: Json = _DFLASH2 | {
+    **{"architectures": ["DFlash2DraftModel"], "block_size": 16, "mask_token_id": 151669},
+    **{"aux_hidden_state_layer_ids": [i + 1 for i in _LAYERS], "sample_from_anchor": False},
+    **{"draft_vocab_size": 151936, "sliding_window_non_causal": False},
+}
+_NETWORK_8B = _QWEN3 | _OF_8B | {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+_OF_EAGLE3: Json = {
+    **{"architectures": ["Eagle3Speculator"], "draft_vocab_size": 32000, "norm_before_residual": True},
+}
+_EAGLE3_LLAMA: Json = _LLAMA | {
+    **{"num_hidden_layers": 1, "head_dim": 128, "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    **{"rope_scaling": None},
+}
+
+
+class PublishedPair(NamedTuple):
+    """Configurations of target and draft, and the tokens of a step that the draft was trained for."""
+
+    target: Json
+    draft: Json
+    block_size: int
+
+
+_TARGET_8B = _QWEN3 | _OF_8B
+PUBLISHED = {
+    "qwen3-4b": PublishedPair(_QWEN3, _draft(), 16),
+    "qwen3-4b-dspark": PublishedPair(_QWEN3, _deepspec(_QWEN3, **_DSPARK), 8),
+    "qwen3-8b": PublishedPair(_TARGET_8B, _draft(**_OF_8B), 16),
+    "qwen3-8b-dflash2": PublishedPair(_TARGET_8B, _speculators(_NETWORK_8B, "dflash2", 15, **_OF_DFLASH2), 16),
+    "qwen3-8b-dspark": PublishedPair(_TARGET_8B, _deepspec(_TARGET_8B, **_DSPARK), 8),
+    "qwen3-8b-jetspec": PublishedPair(
+        _TARGET_8B, _draft(**_OF_8B, dflash_config=_OF_FIVE | {"causal_head": True}), 16
+    ),
+    "qwen3-8b-eagle3": PublishedPair(_TARGET_8B, _deepspec(_TARGET_8B, **_DEEPSPEC_EAGLE3), 8),
+    "llama31-8b": PublishedPair(_LLAMA, _draft(**_OF_LLAMA), 10),
+    "llama31-8b-eagle3": PublishedPair(_LLAMA, _speculators(_EAGLE3_LLAMA, "eagle3", 5, **_OF_EAGLE3), 6),
+    "qwen3-coder-30b-a3b": PublishedPair(_CODER, _draft(**_OF_CODER), 16),
+    "qwen35-4b": PublishedPair(_QWEN35, _draft(**_OF_QWEN35), 16),
+}
+"""By the name of the pair."""
+
+EOS = {"qwen3": [257, 256], "llama": [259, 258, 257], "qwen3_moe": [257, 256], "qwen3_5": [257, 256]}
 VOCAB_SIZE, MASK_ID = 300, 269  # the tokenizer has 260 tokens: as with Qwen3, rows of the embedding have no text
 _SMALL: Json = {
     **{"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -100,24 +205,55 @@ _SMALL: Json = {
 }
 _SMALL_TARGET: Json = _SMALL | {"num_hidden_layers": 6}
 _SMALL_EXPERTS: Json = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SMALL_STATES: Json = {
+    **{"linear_key_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "initializer_range": 0.1},
+    **{"linear_value_head_dim": 32, "layer_types": _QWEN35_TEXT["layer_types"][:6]},
+}
+_SMALL_VISION: Json = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+
+
+def text_config(name: str) -> Json:
+    """Configuration of a target's language model."""
+    target = PUBLISHED[name].target
+    return dict(target.get("text_config", target))
 
 
 def small_target(name: str, directory: Path, **changes: Any) -> Path:
     """A random checkpoint in shards, with the pair's own config.json but for its sizes; `changes` are to that."""
-    written, _ = PUBLISHED[name]
+    written, text = PUBLISHED[name].target, text_config(name)
     family = written["model_type"]
     small = _SMALL_TARGET | {"eos_token_id": EOS[family] if family == "llama" else EOS[family][0]}
-    small |= {"head_dim": 16} if "head_dim" in written else {}
-    small |= _SMALL_EXPERTS if "num_experts" in written else {}
-    config = {key: value for key, value in (written | small | changes).items() if key in written or key in changes}
+    small |= {"head_dim": 16} if "head_dim" in text else {}
+    small |= _SMALL_EXPERTS if "num_experts" in text else {}
+    small |= _SMALL_STATES if "linear_key_head_dim" in text else {}
+    config = {key: value for key, value in (text | small | changes).items() if key in text or key in changes}
+    if "text_config" in written:
+        config = written | {"text_config": config, "vision_config": _SMALL_VISION}
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(config))))
+    model = _new_target(config)
     model.save_pretrained(directory, max_shard_size="60KB")
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     generation = {"bos_token_id": 256, "do_sample": True, "eos_token_id": EOS[family], "temperature": 0.6}
     (directory / "generation_config.json").write_text(json.dumps(generation | {"transformers_version": "4.42.3"}))
     write_tokenizer(directory, "PreTrainedTokenizerFast" if family == "llama" else "Qwen2Tokenizer")
     return directory
+
+
+def _new_target(config: Json) -> PreTrainedModel:
+    """The network of a config.json, its weights random."""
+    parsed = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    if "text_config" in config:
+        return Qwen3_5ForConditionalGeneration(parsed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(parsed)
+    return model
+
+
+def new_draft(config: Json) -> Draft:
+    """The network of a config.json, its weights random."""
+    config = json.loads(json.dumps(config))
+    if set(config["architectures"]) & set(EAGLE3_ARCHITECTURES):
+        return Eagle3Model(*parse_eagle3(config))
+    return DraftModel(Qwen3Config.from_dict(as_dflash(config)))
 
 
 def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
@@ -128,18 +264,54 @@ def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(written))
 
 
+def shapes(name: str) -> Pair:
+    """The pair in bfloat16, without its weights' memory."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            target, draft = _new_target(text_config(name)), new_draft(PUBLISHED[name].draft)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if isinstance(draft, Eagle3Model):  # its LM head is of these tokens
+        draft.d2t = torch.zeros(len(draft.d2t), dtype=torch.int64)
+    no_tokenizer: Any = None
+    return Pair(PairId("target", "0", "draft", "0"), target, draft, no_tokenizer)
+
+
 def small_draft(name: str, directory: Path, **changes: Any) -> Path:
     """A random checkpoint with the pair's own config.json of the draft but for its sizes; `changes` are to that."""
-    _, written = PUBLISHED[name]
-    num_layers = 2
-    small = _SMALL | {"head_dim": 16, "num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
-    parts = {key: value for key, value in written["dflash_config"].items() if key in _SECOND}
-    own = parts | {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
-    config = written | small | {"num_target_layers": 6, "eos_token_id": 257, "dflash_config": own} | changes
+    config = _small_draft(PUBLISHED[name].draft) | changes
     torch.manual_seed(2)
-    draft = DraftModel(Qwen3Config.from_dict(json.loads(json.dumps(config))))
-    weights = {key: torch.randn_like(value) * 0.2 + (value.dim() == 1) for key, value in draft.state_dict().items()}
+    draft = new_draft(config)
+    weights = {key: torch.randn_like(value) * 0.2 + (value.dim() == 1) for key, value in draft.named_parameters()}
+    if isinstance(draft, Eagle3Model):
+        weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
+        draft.use_vocabulary(torch.arange(5, 5 + len(draft.d2t)) % VOCAB_SIZE)
+        weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48), "d2t": draft.d2t, "t2d": draft.t2d}
+    elif "markov_rank" in config:
+        weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48), "lm_head.weight": torch.randn(VOCAB_SIZE, 48)}
+        weights |= {"confidence_head.proj.weight": torch.randn(1, 48 + config["markov_rank"])}
     return write_draft(directory, config, weights)
+
+
+def _small_draft(written: Json) -> Json:
+    """A draft's config.json with small sizes."""
+    if (network := written.get("transformer_layer_config")) is not None:
+        sizes = {"draft_vocab_size": min(written["draft_vocab_size"], VOCAB_SIZE)}
+        if "aux_hidden_state_layer_ids" in written:
+            sizes |= {"aux_hidden_state_layer_ids": [2, 3, 5], "mask_token_id": MASK_ID}
+        return written | sizes | {"transformer_layer_config": _small_draft(network)}
+    layers = written.get("layer_types", ["full_attention"])[-2:]
+    small = _SMALL | {"head_dim": 16, "num_hidden_layers": len(layers), "num_target_layers": 6, "eos_token_id": 257}
+    small |= {"layer_types": layers} if "layer_types" in written else {}
+    if written.get("dflash_config"):
+        own = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
+        small |= {"dflash_config": written["dflash_config"] | own}
+    if "target_layer_ids" in written:
+        small |= {"target_layer_ids": [0, 1, 2, 3, 4]}
+    if "mask_token_id" in written:
+        small |= {"mask_token_id": MASK_ID}
+    return written | small
 
 
 def write_draft(directory: Path, config: Json, weights: Mapping[str, Tensor]) -> Path:

@@ -307,10 +307,12 @@ def test_rows_and_files_of_others_do_not_join(opened: OpenSweep) -> None:
 # Whole runs
 
 
-def sweep_job(config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None) -> Job:
+def sweep_job(
+    config: SweepConfig, *options: str, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None
+) -> Job:
     """The job as a user starts it, in the project's directory; on the cluster at `address` if there is one."""
     env = environment() | ({"RAY_ADDRESS": address} if address else {})
-    return Job([script, *command(config)], cwd=ROOT, env=env, output=Path(f"{config.output}.log"))
+    return Job([script, *command(config), *options], cwd=ROOT, env=env, output=Path(f"{config.output}.log"))
 
 
 def environment() -> dict[str, str]:
@@ -431,6 +433,28 @@ def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, li
         assert_complete(config, expected)
     finally:
         cluster.shutdown()
+
+
+@pytest.mark.ray
+def test_a_sweep_of_two_nodes_survives_the_loss_of_one(config: SweepConfig, tmp_path: Path) -> None:
+    """Actors of both nodes decode when one node's raylet is killed; those of the other finish, every prompt once."""
+    asked, questions = tmp_path / "many.jsonl", [f"question {i}?" for i in range(160)]
+    asked.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    config = config.model_copy(update={"prompts": (str(asked),)})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": free_ports()[0]})
+    try:
+        nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+        job = sweep_job(config, "--num-actors", "4", address=cluster.address)
+        raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+        job.wait_for(lambda: parts(config) and all(descendants(r, "ray::SweepWorker.sweep") for r in raylets))
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        num_before = len(parts(config))
+        assert "again, its worker died" in finish(job)
+    finally:
+        cluster.shutdown()
+    assert num_before < 70  # of 80
+    assert sorted(row.prompt for row in read_sweep(config.output).rows) == sorted(questions)
+    assert not Path(config.output, "rejects.jsonl").exists()
 
 
 @pytest.mark.ray

@@ -28,7 +28,15 @@ from blockpilot.pairs import checkpoints
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import WHEELS
 from blockpilot.pairs.loading import Pair, load_pair, with_draft
-from blockpilot.pairs.table import EMBEDDED_TARGET, check_pair_names, no_draft_message, split_revision, target_slug
+from blockpilot.pairs.table import (
+    EMBEDDED_TARGET,
+    NAMED_PAIRS,
+    REVISIONS,
+    check_pair_names,
+    no_draft_message,
+    split_revision,
+    target_slug,
+)
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
@@ -226,6 +234,17 @@ def test_hub_ids_are_pinned_by_a_revision(
     pair = load_pair(target="some/target@v1.0", draft="some/draft", dtype="float32")
     assert asked == [("some/draft", None), ("some/target", "v1.0")]
     assert pair.id == ("some/target", "0123abcd", "some/draft", "0123abcd")
+    asked.clear()
+    pair = load_pair("qwen3-8b-dflash2", dtype="float32")
+    models = "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash2"
+    assert asked == [(models[1], None), (models[0], REVISIONS[models[0]])]
+    assert pair.id == (models[0], "0123abcd", models[1], "0123abcd")
+
+
+def test_revisions_are_commits_of_models_that_have_a_name() -> None:
+    names = {split_revision(model)[0] for pair in NAMED_PAIRS.values() for model in pair if model is not None}
+    assert REVISIONS.keys() < names
+    assert all(re.fullmatch("[0-9a-f]{40}", revision) for revision in REVISIONS.values())
 
 
 def test_revisions_are_known_without_a_download(

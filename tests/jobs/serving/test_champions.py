@@ -15,7 +15,6 @@ from fastapi.testclient import TestClient
 from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name
-from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy, PromptPolicy
@@ -28,7 +27,7 @@ from helpers.prices import price
 from jobs.common.registry import Registry, Version
 from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.replica import Replica, cache_bytes, check_memory
+from jobs.serving.replica import Replica
 
 BODY = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}
 NEVER_S = 3600.0
@@ -319,19 +318,6 @@ def test_the_policies_of_the_repository_are_served_where_they_are_asked_for(embe
         replica.reconfigure({"policy": 1})  # so that no price is measured
         replica.reconfigure({"policy": policy})
         assert status(replica) == {"name": policy, "version": None}
-
-
-def test_caches_that_do_not_fit_are_refused_with_their_size(
-    tiny_pair: Pair, eagle_pair: Pair, hybrid_pair: Pair
-) -> None:
-    for pair in (tiny_pair, eagle_pair, hybrid_pair):
-        for prefix_tokens in (0, 50):
-            engine = Engine(pair, num_slots=3, max_length=100, prefix_tokens=prefix_tokens)
-            assert cache_bytes(pair, 3, 100, prefix_tokens) == engine.cache_bytes
-    check_memory(tiny_pair, 3, 100, 300)
-    complaint = r"num_slots 100000000 of 1000 tokens, prefix_tokens 0: the caches take [\d.]+ GiB, [\d.]+ GiB are"
-    with pytest.raises(ValueError, match=complaint):
-        check_memory(tiny_pair, 100_000_000, 1000, 0)
 
 
 # --- step prices ---

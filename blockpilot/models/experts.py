@@ -51,7 +51,7 @@ class Mixture:
         return torch.empty_like(outputs).index_copy_(0, order, outputs)
 
     def _by_copies(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
-        """As `_by_groups`; a row does not depend on the others."""
+        """As `_by_groups`, each row by its copy of the expert."""
         rows = x.repeat_interleave(num_chosen, dim=0)[..., None]
         gated = _gated(torch.bmm(self._experts.gate_up_proj[ids], rows)[..., 0])
         return torch.bmm(self._experts.down_proj[ids], gated[..., None])[..., 0]

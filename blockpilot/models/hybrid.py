@@ -1,4 +1,4 @@
-"""Layers of a hybrid decoder (Qwen3.5, dense or a mixture of experts) over packed tokens and a StateCache, by torch on any device.
+"""Layers of a hybrid decoder (Qwen3.5, or its mixture) over packed tokens and a StateCache, by torch on any device.
 
 Most layers are gated DeltaNets (delta_net.py), which keep a state; every fourth is attention with keys and values,
 whose output is gated, and whose heads are rotated in their first part only. native_hybrid.py is the version in C.

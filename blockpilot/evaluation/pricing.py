@@ -25,7 +25,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 5  # timed steps of each mixture after a warm-up; the fastest counts
-COEFFICIENTS_WITHOUT_DRAFT = "base_s", "row_s", "token_s", "tile_s"  # the others are 0
+OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
 
 class Drafted(NamedTuple):
@@ -114,11 +114,28 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     timed = time_steps(pair, [*chain(*mixtures_by_load)], context, num_steps=num_steps)
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
-    names = COEFFICIENTS if pair.has_draft else COEFFICIENTS_WITHOUT_DRAFT
-    coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted], names)
-    error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
+    names, share = coefficients_of(pair), expert_share(pair)
+    coefficients = fit(*_columns(fitted), names, share)
+    error = relative_error(coefficients, *_columns(held_out), share)
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
-    return StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
+    kind = {"is_sequential": pair.draft.is_sequential, "expert_share": share}
+    return StepPrice(*_made_for(pair), context, rows, **by_name, error=error, **kind)
+
+
+def expert_share(pair: Pair) -> float:
+    """Share of the target's experts that a token chooses; 0 without experts."""
+    num_experts = getattr(pair.target.config, "num_experts", None)
+    return pair.target.config.num_experts_per_tok / num_experts if num_experts else 0.0
+
+
+def coefficients_of(pair: Pair) -> list[str]:
+    """Coefficients to fit; the others are 0. Of a mixture the experts take nearly all that tiles would."""
+    absent = {"tile_s" if expert_share(pair) else "experts_s", *(() if pair.has_draft else OF_DRAFT)}
+    return [name for name in COEFFICIENTS if name not in absent]
+
+
+def _columns(steps: Sequence[TimedStep]) -> tuple[list[Load], list[float]]:
+    return [step.load for step in steps], [step.seconds for step in steps]
 
 
 def holds_here(price: StepPrice, pair: Pair) -> bool:

@@ -139,8 +139,8 @@ def _columns(steps: Sequence[TimedStep]) -> tuple[list[Load], list[float]]:
 
 
 def holds_here(price: StepPrice, pair: Pair) -> bool:
-    """True for a step cost of this pair, in its dtype and on its device."""
-    return price.made_for(*_made_for(pair))
+    """True for a step cost of this pair, in its dtype and on its device, and with its experts."""
+    return price.made_for(*_made_for(pair)) and price.expert_share == expert_share(pair)
 
 
 def _made_for(pair: Pair) -> tuple[PairId, str, str]:

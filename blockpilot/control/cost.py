@@ -187,6 +187,7 @@ def fit(
     loads: Sequence[Load],
     seconds: Sequence[float],
     names: Sequence[str] = COEFFICIENTS,
+    *,
     expert_share: float = 0.0,
 ) -> Array:
     """Non-negative least squares of relative errors on timed steps: coefficients; those not in `names` are 0."""
@@ -200,7 +201,7 @@ def fit(
 
 
 def relative_error(
-    coefficients: Array, loads: Sequence[Load], seconds: Sequence[float], expert_share: float = 0.0
+    coefficients: Array, loads: Sequence[Load], seconds: Sequence[float], *, expert_share: float = 0.0
 ) -> float:
     """Mean of |expected / measured - 1|."""
     expected = np.array([load.terms(expert_share) for load in loads]) @ coefficients

@@ -8,6 +8,7 @@ the verified tokens are those that a constraint forces.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -115,11 +116,11 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
     names, share = coefficients_of(pair), expert_share(pair)
-    coefficients = fit(*_columns(fitted), names, share)
-    error = relative_error(coefficients, *_columns(held_out), share)
+    coefficients = fit(*_columns(fitted), names, expert_share=share)
+    error = relative_error(coefficients, *_columns(held_out), expert_share=share)
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
-    kind = {"is_sequential": pair.draft.is_sequential, "expert_share": share}
-    return StepPrice(*_made_for(pair), context, rows, **by_name, error=error, **kind)
+    price = StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
+    return replace(price, expert_share=share)
 
 
 def expert_share(pair: Pair) -> float:

@@ -106,7 +106,7 @@ def test_no_coefficients_fit_better(seconds: list[float], other: Array, share: f
     if other[0] + other[1] > 0:
         again = fit(LOADS, seconds_of(other), expert_share=SHARE)
         np.testing.assert_allclose(again, other, rtol=1e-5, atol=1e-7)
-        assert relative_error(again, LOADS, seconds_of(other), SHARE) < 1e-6
+        assert relative_error(again, LOADS, seconds_of(other), expert_share=SHARE) < 1e-6
 
 
 def test_the_error_is_the_mean_of_relative_ones() -> None:

@@ -226,8 +226,8 @@ class _TimedBatch:
         max_length = min(context + room, pair.max_length)
         self._engine = Engine(pair, num_slots=num_rows, max_length=max_length, controller=self._controller)
         prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-        constraint = None if pair.has_draft else _FixedTokens((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
-        for prompt in prompts.tolist():
+        for prompt in prompts.tolist():  # rows differ: equal tokens would choose the same experts
+            constraint = None if pair.has_draft else _FixedTokens((prompt * MAX_DEPTH)[:MAX_DEPTH])
             self._engine.add(Request(tuple(prompt), room, constraint=constraint, lookup=False))
         while self._engine.num_decoding < num_rows:
             self._controller.mixture = [PLAIN] * self._engine.num_decoding

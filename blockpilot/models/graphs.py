@@ -59,30 +59,27 @@ class Box(NamedTuple):
         return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device)
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
-        """`BoxPlaces` [5, R * W] on the host, the token [R * W] at every index, and the index of every token [N]."""
+        """`BoxPlaces` [5, R * W] on the host, the index in the box of each token [N], and the token at each index."""
         # Slots without a row, and indices beyond a row's end, are padding.
         row_slots, (sizes, starts, firsts) = np.array(slots), np.zeros((3, self.rows, 1), dtype=np.int64)
-        sizes[row_slots, 0], starts[row_slots, 0], firsts[row_slots, 0] = (
-            packing.sizes,
-            packing.starts,
-            packing.firsts,
-        )
+        sizes[row_slots, 0], starts[row_slots, 0] = packing.sizes, packing.starts
+        firsts[row_slots, 0] = packing.firsts
         offsets = np.arange(self.width)
         # Of a chain a token's depth is its offset, and it sees all before it: bits 0 .. offset.
         depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
         for slot, row_depths, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
             depths[slot, : len(row_depths)] = row_depths
             follows[slot, : len(row_depths)] = _followed_bits(parents)
-        is_token, numbers = offsets < sizes, np.zeros((7, self.rows, self.width), dtype=np.int64)
-        # Padding is stored in the last column, and sees what the first token sees.
+        is_token, numbers = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
+        # Padding is stored in the last column, and sees the first token only: a finite number.
         numbers[0] = np.where(is_token, starts + offsets, num_columns - 1)
         numbers[1] = np.where(is_token, starts + depths, starts)
         numbers[2] = np.where(is_token, follows, 1)
         numbers[3], numbers[4] = starts, starts + sizes.clip(min=1)
-        numbers[5] = np.where(is_token, firsts + offsets, firsts)
+        tokens = np.where(is_token, firsts + offsets, firsts)
         rows, offsets = packing.on_host[:2]
-        numbers[6].reshape(-1)[: packing.num_tokens] = row_slots[rows] * self.width + offsets
-        return torch.from_numpy(numbers.reshape(7, -1))
+        numbers[5].reshape(-1)[: packing.num_tokens] = row_slots[rows] * self.width + offsets
+        return torch.from_numpy(np.concatenate([numbers, tokens[None]]).reshape(7, -1))
 
     def slots(self, device: torch.device) -> Tensor:
         """The slot of every token or padding, [R * W]."""
@@ -175,8 +172,8 @@ class Graphs:
             self._captured[key] = captured
         boxed, numbers = captured.inputs
         numbers.copy_(sent(places, numbers.device))
-        indices = numbers[6, :num]
-        torch.index_select(hidden, 0, numbers[5], out=boxed)
+        indices = numbers[5, :num]
+        torch.index_select(hidden, 0, numbers[6], out=boxed)
         # Copies: the next run of the graph overwrites its outputs.
         outputs = list[Tensor]()
         for output in captured.run(self._memory):

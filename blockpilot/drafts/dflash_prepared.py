@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from blockpilot.device import sent, tensor_on
 from blockpilot.drafts.base import Asked, Choose, PreparedDraft
 from blockpilot.drafts.choices import Linked
-from blockpilot.drafts.dflash import DraftLayer, DraftModel, through
+from blockpilot.drafts.dflash import DraftLayer, DraftLayerKind, DraftModel, through
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
-from blockpilot.models.graphs import Box, BoxPlaces
+from blockpilot.models.graphs import Box, BoxPlaces, SeenColumns
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
@@ -118,7 +118,9 @@ class CachedDFlash:
         self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
         queries, ends = (each.view(box.rows, box.width) for each in (places.positions, places.ends))
-        masks = self._masks(packing, queries, ends[:, 0], box.length)
+        seen = box.seen(places)
+        assert seen is not None
+        masks = self._masks(packing, queries, ends[:, 0], box.length, seen._replace(follows=None))
         offsets = torch.arange(box.width, device=hidden.device).repeat(box.rows)
         return (self._through(hidden, table.at(places.positions), cache, masks, offsets),)
 
@@ -130,12 +132,23 @@ class CachedDFlash:
             return self._layers.of_blocks(hidden, rotary, cache, masks, offsets)
         return self._layers(hidden, [rotary] * len(masks), cache, masks, ())[0]
 
-    def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:
-        """Every layer's, for queries at positions [R, W] of blocks that end before columns [R]."""
-        columns = torch.arange(length, device=queries.device)
-        masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
-        of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
-        return [of_kind[id(mask)] for mask in masks]
+    def _masks(
+        self, packing: Packing, queries: Tensor, ends: Tensor, length: int, seen: SeenColumns | None = None
+    ) -> list[list[Mask]]:
+        """Every layer's, for queries at positions [R, W] of blocks that end before columns [R].
+
+        seen: in a box, the columns of layers that see whole blocks.
+        """
+
+        def visible(kind: DraftLayerKind) -> Tensor:
+            columns = torch.arange(length, device=queries.device)
+            return kind.narrowed(columns < ends[:, None, None], queries[:, :, None] - columns)
+
+        masks, kinds = dict[DraftLayerKind, list[Mask]](), self.draft.layer_kinds
+        for kind in set(kinds):
+            of_kind = seen if kind == DraftLayerKind(causal=False, window=None) else None
+            masks[kind] = [Mask(packing, partial(visible, kind), self._groups, self.draft.dtype, of_kind)]
+        return [masks[kind] for kind in kinds]
 
 
 class PreparedDFlash(PreparedDraft):

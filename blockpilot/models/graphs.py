@@ -35,6 +35,18 @@ class BoxPlaces(NamedTuple):
     """One past the column of the row's last token."""
 
 
+class SeenColumns(NamedTuple):
+    """What the tokens [R * W] of a box see: all columns before their row's end or, with `follows`, fewer."""
+
+    follows: Tensor | None
+    starts: Tensor
+    ends: Tensor
+    """As in `BoxPlaces`."""
+    rows: int
+    length: int
+    """Of the box."""
+
+
 class Box(NamedTuple):
     """Rows 0 .. rows - 1 of `width` tokens each, which read columns 0 .. length - 1."""
 
@@ -81,7 +93,13 @@ class Box(NamedTuple):
 
     def slots(self, device: torch.device) -> Tensor:
         """The slot of every token or padding, [R * W]."""
-        return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten()
+        return torch.arange(self.rows, device=device).repeat_interleave(self.width)
+
+    def seen(self, places: BoxPlaces, window: int | None = None) -> SeenColumns | None:
+        """`visible` as its bits and bounds; None if the window hides columns."""
+        if window is not None and self.length > window:
+            return None
+        return SeenColumns(places.follows, places.starts, places.ends, self.rows, self.length)
 
     def visible(self, places: BoxPlaces, window: int | None = None) -> Tensor:
         """Mask [R, 1, W, length] of visible columns: those before the row, and of the token and its ancestors.

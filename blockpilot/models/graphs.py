@@ -93,7 +93,7 @@ class Box(NamedTuple):
 
     def slots(self, device: torch.device) -> Tensor:
         """The slot of every token or padding, [R * W]."""
-        return torch.arange(self.rows, device=device).repeat_interleave(self.width)
+        return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten().contiguous()
 
     def seen(self, places: BoxPlaces, window: int | None = None) -> SeenColumns | None:
         """`visible` as its bits and bounds; None if the window hides columns."""

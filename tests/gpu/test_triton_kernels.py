@@ -46,7 +46,7 @@ def test_add_norm(num: int, size: int, adds: bool, dtype: torch.dtype) -> None:
     delta = randn(num, size, dtype=dtype) if adds else None
     expected = hidden.clone() if delta is None else hidden + delta
     normed = kernels.add_norm(hidden, delta, weight, EPS)
-    assert hidden.equal(expected)
+    assert_same(hidden, expected)
     assert_same(normed, functional.rms_norm(expected.float(), (size,), weight.float(), EPS))
 
 

@@ -177,27 +177,27 @@ class PreparedDFlash(PreparedDraft):
         return self._decoder.extend(features, index[packing.rows], packing.positions, cache)
 
     def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
-        anchors = tensor_on(cache.layers.device, asked.anchors)
-        ends = list(accumulate(asked.depths))
         rows = [row for row, depth in enumerate(asked.depths) for _ in range(depth)]
         inside = (i for depth in asked.depths for i in range(1, depth + 1))
         positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
-        hidden = self._run(asked, anchors, cache)
+        hidden = self._run(asked, cache)
         found = choose(hidden, rows, positions)
         if self.head.edges is None:
             return found
-        before = found.tokens.roll(1, dims=0)
-        first = tensor_on(anchors.device, [end - depth for end, depth in zip(ends, asked.depths, strict=True)])
-        before[first] = anchors[:, None]
+        before, ends = found.tokens.roll(1, dims=0), accumulate(asked.depths)
+        first = [end - depth for end, depth in zip(ends, asked.depths, strict=True)]
+        first_index, anchors = tensor_on(before.device, [first, asked.anchors])
+        before[first_index] = anchors[:, None]
         return self.head.edges.link(found, hidden, before, [asked.sampling[row] for row in rows], asked.num)
 
-    def _run(self, asked: Asked, anchors: Tensor, cache: SlotCache) -> Tensor:
+    def _run(self, asked: Asked, cache: SlotCache) -> Tensor:
         """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
-        slots, from_anchor = asked.slots, self._decoder.draft.options.sample_from_anchor
-        blocks = Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, anchors.device)
-        rows = read_slots(slots)
-        index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
-        view = cache.view(index, blocks.columns, rows, blocks.length)
-        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._decoder.mask_token_id)
-        found = self._decoder.propose(self._embed(tokens), blocks, view)
-        return found if from_anchor else found[blocks.after_first]
+        device, from_anchor = cache.layers.device, self._decoder.draft.options.sample_from_anchor
+        blocks = Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, device)
+        tokens = torch.full((blocks.num_tokens,), self._decoder.mask_token_id)
+        tokens[blocks.firsts] = torch.tensor(asked.anchors)
+        view = cache.view_of(blocks, read_slots(asked.slots))
+        found = self._decoder.propose(self._embed(sent(tokens, device)), blocks, view)
+        if from_anchor:
+            return found
+        return found[1:] if len(blocks.sizes) == 1 else found[blocks.after_first]

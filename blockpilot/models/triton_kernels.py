@@ -94,6 +94,7 @@ def attend(queries: Tensor, layer: Tensor, seen: SeenColumns, scale: float) -> T
     (num, heads, dim), (_, _, num_kv, num_columns, _) = queries.shape, layer.shape
     width, groups = num // seen.rows, heads // num_kv
     assert queries.stride()[1:] == (dim, 1)
+    assert all(values is None or values.is_contiguous() for values in seen[:3])
     assert layer.stride(4) == 1
     # 1. Every row in parts of `split` columns, a size that depends on nothing but the cache.
     split = max(LEAST_SPLIT, next_power_of_2(num_columns) // MOST_SPLITS)

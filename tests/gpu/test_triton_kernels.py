@@ -107,7 +107,7 @@ def test_attend(name: str, rows: int, width: int, sees_all: bool, dtype: torch.d
     for row in range(rows):
         cache[1, :, row, :, ends[row, 0] :] = math.nan  # nothing reads beyond a row's end
     queries = randn(rows * width, heads + 2 * kv, dim, dtype=dtype)[:, :heads]
-    places = [values.flatten().to(DEVICE) for values in (follows, starts, ends)]
+    places = [values.contiguous().flatten().to(DEVICE) for values in (follows, starts, ends)]
     seen = SeenColumns(None if sees_all else places[0], *places[1:], rows, min(length, int(ends.max()) + 40))
     attended = kernels.attend(queries, cache[1], seen, scale).unflatten(0, (rows, width))
     for row in range(rows):

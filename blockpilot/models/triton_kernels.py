@@ -128,8 +128,8 @@ def attend(queries: Tensor, layer: Tensor, seen: SeenColumns, scale: float) -> T
         num_stages=2,
     )
     # 2. The parts of a row together.
-    attended = queries.new_empty(num, heads * dim)
-    _join_parts[(num, heads)](partial, weights, seen.ends, attended, num, **sizes, num_warps=1)
+    attended, most = queries.new_empty(num, heads * dim), next_power_of_2(triton.cdiv(num_columns, split))
+    _join_parts[(num, heads)](partial, weights, seen.ends, attended, num, **sizes, PARTS=most, num_warps=4)
     return attended
 
 
@@ -307,22 +307,20 @@ def _join_parts(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
-    end = tl.load(ends + token)
-    best = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    result = tl.zeros([BLOCK_DIM], tl.float32)
-    for part in range(0, tl.cdiv(end, SPLIT)):
-        place = (part * num + token) * HEADS + head
-        of_part = tl.load(weights + place * 2 + tl.arange(0, 1))
-        new_best = tl.maximum(best, of_part)
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-        decay, factor = tl.exp2(best - shift), tl.exp2(of_part - shift)
-        total = total * decay + tl.load(weights + place * 2 + 1 + tl.arange(0, 1)) * factor
-        result = result * decay + tl.load(partial + place * DIM + dims, mask=inside, other=0.0) * factor
-        best = new_best
+    parts = tl.arange(0, PARTS)
+    is_part = parts < tl.cdiv(tl.load(ends + token), SPLIT)
+    places = (parts.to(tl.int64) * num + token) * HEADS + head
+    best = tl.load(weights + places * 2, mask=is_part, other=float("-inf"))
+    factors = tl.exp2(best - tl.max(best, axis=0))  # every token sees itself, so the largest is a number
+    total = tl.sum(factors * tl.load(weights + places * 2 + 1, mask=is_part, other=0.0), axis=0)
+    numbers = tl.load(
+        partial + (places * DIM)[:, None] + dims[None, :], mask=is_part[:, None] & inside[None, :], other=0.0
+    )
+    result = tl.sum(numbers * factors[:, None], axis=0) / total
     place = token * HEADS + head
-    tl.store(attended + place * DIM + dims, (result / total).to(attended.dtype.element_ty), mask=inside)
+    tl.store(attended + place * DIM + dims, result.to(attended.dtype.element_ty), mask=inside)

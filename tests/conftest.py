@@ -25,7 +25,15 @@ from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.patience import patient
 from helpers.stores import CREATE, NUM_CREATORS
-from helpers.tiny import DFLASH2, byte_tokenizer, tiny_draft, tiny_gemma, tiny_hybrid, tiny_target
+from helpers.tiny import (
+    DFLASH2,
+    byte_tokenizer,
+    tiny_draft,
+    tiny_gemma,
+    tiny_hybrid,
+    tiny_hybrid_mixture,
+    tiny_target,
+)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -144,6 +152,14 @@ def eagle_pair(tiny_pair: Pair) -> Pair:
 def hybrid_pair(tiny_pair: Pair) -> Pair:
     """A random Qwen3.5, most of whose layers keep a state, with a random draft."""
     target = tiny_hybrid().eval().requires_grad_(False)
+    draft = tiny_draft(target).eval().requires_grad_(False)
+    return replace(tiny_pair, target=target, draft=draft)
+
+
+@pytest.fixture(scope="session")
+def hybrid_mixture_pair(tiny_pair: Pair) -> Pair:
+    """As `hybrid_pair`, with a Qwen3.5-MoE."""
+    target = tiny_hybrid_mixture().eval().requires_grad_(False)
     draft = tiny_draft(target).eval().requires_grad_(False)
     return replace(tiny_pair, target=target, draft=draft)
 

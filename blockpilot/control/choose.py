@@ -60,10 +60,11 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: L
     depths = np.arange(sums.shape[-2])[:, None]
     tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
     load = other_load._replace(rows=other_load.rows + num_rows)
-    plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
+    plain_s = price.seconds(load) - load.more_tiles * price.tile_s
     share_s = price.tile_s / TILE
     beyond = (load.num_tokens + nodes - TILE).clip(min=0)
     seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
+    seconds += price.more_experts_s(load.num_tokens, nodes)
     plain_s += max(0, load.num_tokens - TILE) * share_s
     rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, other_load), (-1, 1)))
     rate = rates.max(axis=(-2, -1)).clip(min=load.rows / plain_s)
@@ -120,8 +121,8 @@ def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) ->
     threshold. drafted: the step's load without these nodes.
     """
     saved_s = trees.chances / rates[:, None]
-    costs = drafted.num_tokens, price.token_s, price.tile_s, TILE
-    selected = select_nodes(saved_s, trees.num, *costs)
+    experts = price.experts_s, price.expert_share
+    selected = select_nodes(saved_s, trees.num, drafted.num_tokens, price.token_s, price.tile_s, TILE, *experts)
     return _choose_nodes(saved_s, trees, price, drafted) if selected is None else selected
 
 
@@ -140,7 +141,7 @@ def _choose_nodes(saved_s: Array, trees: Trees, price: StepPrice, drafted: Load)
 def seconds_of_more(price: StepPrice, load: Load, most: int) -> Array:
     """Cost in seconds of a step that verifies 0 to `most` more tokens than `load`, [most + 1]."""
     more = np.arange(most + 1)
-    seconds: Array = price.seconds(load) + more * price.token_s
+    seconds: Array = price.seconds(load) + more * price.token_s + price.more_experts_s(load.num_tokens, more)
     if price.tile_s:
         seconds += ((load.num_tokens + more - 1) // TILE - (load.num_tokens - 1) // TILE) * price.tile_s
     return seconds

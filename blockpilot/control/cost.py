@@ -1,8 +1,9 @@
 """Step cost: seconds of a step by its rows, drafted positions and verified tokens.
 
 A step reads every weight once, and multiplies a tile of tokens by it in nearly the time of one token. Beyond that its
-time is linear in the load, to a few percent on CPUs and GPUs. So six coefficients, fitted to a few timed steps
-(evaluation/pricing.py), give the cost of every step, including ragged batches.
+time is linear in the load, to a few percent on CPUs and GPUs. A mixture of experts reads those that a token chooses:
+more tokens choose more of them. So seven coefficients, fitted to a few timed steps (evaluation/pricing.py), give the
+cost of every step, including ragged batches.
 
 The timed steps run alone on the machine. In a server, event loops, clients and tokenizers run beside them, texts
 grow, and the machine's speed varies, which scales all steps alike: LiveCost estimates the current coefficients.
@@ -22,7 +23,7 @@ from blockpilot.types import PairId
 Array = NDArray[np.float64]
 
 PRICE_FILE = "price.json"
-COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s")
+COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s")
 TILE = 16  # tokens that a product with the weights multiplies in nearly the time of one
 
 LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
@@ -50,10 +51,19 @@ class Load(NamedTuple):
         return self.rows + self.num_verified
 
     @property
-    def terms(self) -> tuple[int, ...]:
-        """Factors of COEFFICIENTS."""
-        num_passes, more_tiles = self.num_passes if self.num_drafted else 0, (self.num_tokens - 1) // TILE
-        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, more_tiles
+    def more_tiles(self) -> int:
+        """Tiles of tokens beyond the first."""
+        return (self.num_tokens - 1) // TILE
+
+    def terms(self, expert_share: float = 0.0) -> tuple[float, ...]:
+        """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts."""
+        num_passes, chosen = self.num_passes if self.num_drafted else 0, chosen_experts(expert_share, self.num_tokens)
+        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, self.more_tiles, chosen
+
+
+def chosen_experts(expert_share: float, num_tokens: Any) -> Any:
+    """Expected share of the experts that tokens choose together, if each chooses independently of the others."""
+    return 1 - (1 - expert_share) ** num_tokens
 
 
 def passes(depths: Iterable[int], is_sequential: bool) -> int:
@@ -87,6 +97,10 @@ class StepPrice:
     """The draft is autoregressive: one pass for each depth."""
     tile_s: float = 0.0
     """Seconds of every tile of tokens beyond the first, full or not."""
+    experts_s: float = 0.0
+    """Seconds of all experts of a mixture; a step takes the share that its tokens choose."""
+    expert_share: float = 0.0
+    """Share of the experts that a token chooses; 0 without experts."""
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -98,10 +112,15 @@ class StepPrice:
         return np.array(list(self.by_name.values()))
 
     def seconds(self, load: Load) -> float:
-        _, rows, num_passes, slots, tokens, more_tiles = load.terms
+        _, rows, num_passes, slots, tokens, more_tiles, chosen = load.terms(self.expert_share)
         plain_s = self.base_s + rows * self.row_s
-        verified_s = tokens * self.token_s + more_tiles * self.tile_s
+        verified_s = tokens * self.token_s + more_tiles * self.tile_s + chosen * self.experts_s
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + verified_s
+
+    def more_experts_s(self, num_tokens: int, more: Any) -> Any:
+        """Seconds of the experts that only `more` tokens choose, beside so many."""
+        of_first, of_all = (chosen_experts(self.expert_share, num) for num in (num_tokens, num_tokens + more))
+        return self.experts_s * (of_all - of_first)
 
     def chains_s(self, block_size: int, rows: int) -> float:
         """Cost in seconds of a step in which all rows verify chains of this block size."""
@@ -125,9 +144,9 @@ class StepPrice:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """From the parsed JSON of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
-        defaults = {"is_sequential": False, "tile_s": 0.0}  # in older files
+        defaults = {"is_sequential": False, "tile_s": 0.0, "experts_s": 0.0, "expert_share": 0.0}  # in older files
         values = defaults | dict(fields) | {"pair": PairId(**fields["pair"])}
-        for name in (*COEFFICIENTS, "error"):
+        for name in (*COEFFICIENTS, "error", "expert_share"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
         kinds = {"context": int, "rows": int, "dtype": str, "device": str, "is_sequential": bool}
@@ -164,20 +183,28 @@ def read_price(place: Place) -> StepPrice:
         raise ValueError(f"{place}: not the step price of a pair ({error})") from None
 
 
-def fit(loads: Sequence[Load], seconds: Sequence[float], names: Sequence[str] = COEFFICIENTS) -> Array:
+def fit(
+    loads: Sequence[Load],
+    seconds: Sequence[float],
+    names: Sequence[str] = COEFFICIENTS,
+    *,
+    expert_share: float = 0.0,
+) -> Array:
     """Non-negative least squares of relative errors on timed steps: coefficients; those not in `names` are 0."""
     from scipy.optimize import nnls  # the import takes 0.3 s, and only measurements need it
 
-    relative = np.array([load.terms for load in loads]) / np.array(seconds)[:, None]
+    relative = np.array([load.terms(expert_share) for load in loads]) / np.array(seconds)[:, None]
     columns = [COEFFICIENTS.index(name) for name in names]
     coefficients = np.zeros(len(COEFFICIENTS))
     coefficients[columns] = nnls(relative[:, columns], np.ones(len(loads)))[0]
     return coefficients
 
 
-def relative_error(coefficients: Array, loads: Sequence[Load], seconds: Sequence[float]) -> float:
+def relative_error(
+    coefficients: Array, loads: Sequence[Load], seconds: Sequence[float], *, expert_share: float = 0.0
+) -> float:
     """Mean of |expected / measured - 1|."""
-    expected = np.array([load.terms for load in loads]) @ coefficients
+    expected = np.array([load.terms(expert_share) for load in loads]) @ coefficients
     return float(np.abs(expected / np.array(seconds) - 1).mean())
 
 
@@ -193,6 +220,7 @@ class LiveCost:
         measured = price.coefficients
         self._least = LEAST * measured
         scale = np.maximum(measured, 1e-3 * measured.max())
+        scale[COEFFICIENTS.index("experts_s")] *= price.expert_share > 0  # else of a term that is always 0
         level, slopes = np.outer(scale, scale), np.diag(scale**2)
         self._mean = measured
         self._covariance = LEVEL**2 * level + SLOPES**2 * slopes
@@ -210,7 +238,8 @@ class LiveCost:
     def _update(self) -> None:
         """Update with the summed loads and seconds of the observed steps."""
         num = len(self._seen)
-        terms = np.array([load.terms for load, _ in self._seen], dtype=float).sum(axis=0)
+        of_steps = [load.terms(self.price.expert_share) for load, _ in self._seen]
+        terms = np.array(of_steps, dtype=float).sum(axis=0)
         seconds = sum(seconds for _, seconds in self._seen)
         self._covariance += num * self._drift
         self._seen = []

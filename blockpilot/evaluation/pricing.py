@@ -8,6 +8,7 @@ the verified tokens are those that a constraint forces.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 5  # timed steps of each mixture after a warm-up; the fastest counts
-COEFFICIENTS_WITHOUT_DRAFT = "base_s", "row_s", "token_s", "tile_s"  # the others are 0
+OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
 
 class Drafted(NamedTuple):
@@ -114,16 +115,33 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     timed = time_steps(pair, [*chain(*mixtures_by_load)], context, num_steps=num_steps)
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
-    names = COEFFICIENTS if pair.has_draft else COEFFICIENTS_WITHOUT_DRAFT
-    coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted], names)
-    error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
+    names, share = coefficients_of(pair), expert_share(pair)
+    coefficients = fit(*_columns(fitted), names, expert_share=share)
+    error = relative_error(coefficients, *_columns(held_out), expert_share=share)
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
-    return StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
+    price = StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
+    return replace(price, expert_share=share)
+
+
+def expert_share(pair: Pair) -> float:
+    """Share of the target's experts that a token chooses; 0 without experts."""
+    num_experts = getattr(pair.target.config, "num_experts", None)
+    return pair.target.config.num_experts_per_tok / num_experts if num_experts else 0.0
+
+
+def coefficients_of(pair: Pair) -> list[str]:
+    """Coefficients to fit; the others are 0. Of a mixture the experts take nearly all that tiles would."""
+    absent = {"tile_s" if expert_share(pair) else "experts_s", *(() if pair.has_draft else OF_DRAFT)}
+    return [name for name in COEFFICIENTS if name not in absent]
+
+
+def _columns(steps: Sequence[TimedStep]) -> tuple[list[Load], list[float]]:
+    return [step.load for step in steps], [step.seconds for step in steps]
 
 
 def holds_here(price: StepPrice, pair: Pair) -> bool:
-    """True for a step cost of this pair, in its dtype and on its device."""
-    return price.made_for(*_made_for(pair))
+    """True for a step cost of this pair, in its dtype and on its device, and with its experts."""
+    return price.made_for(*_made_for(pair)) and price.expert_share == expert_share(pair)
 
 
 def _made_for(pair: Pair) -> tuple[PairId, str, str]:
@@ -208,8 +226,8 @@ class _TimedBatch:
         max_length = min(context + room, pair.max_length)
         self._engine = Engine(pair, num_slots=num_rows, max_length=max_length, controller=self._controller)
         prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-        constraint = None if pair.has_draft else _FixedTokens((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
-        for prompt in prompts.tolist():
+        for prompt in prompts.tolist():  # rows differ: equal tokens would choose the same experts
+            constraint = None if pair.has_draft else _FixedTokens((prompt * MAX_DEPTH)[:MAX_DEPTH])
             self._engine.add(Request(tuple(prompt), room, constraint=constraint, lookup=False))
         while self._engine.num_decoding < num_rows:
             self._controller.mixture = [PLAIN] * self._engine.num_decoding

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.device import sent, tensor_on
-from blockpilot.models.graphs import Box, BoxPlaces, Graphs
+from blockpilot.models.graphs import MOST_TOKENS, Box, BoxPlaces, Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.native.products import Padding
 
@@ -209,16 +209,19 @@ class SlotView:
         keys, values = self.cache.layers[layer_idx, :, self._rows, :, : self.length]
         return keys, values
 
-    def by_graph(self, layers: InBox, key: Hashable, hidden: Tensor, packing: Packing) -> tuple[Tensor, ...] | None:
+    def by_graph(
+        self, layers: InBox, key: Hashable, hidden: Tensor, packing: Packing, most: int = MOST_TOKENS
+    ) -> tuple[Tensor, ...] | None:
         """Outputs [N, ...] of `layers` for a packing's hidden states [N, hidden], by the CUDA graph of its box.
 
-        None if the cache has no graphs, or if the packing fits no box. `key` identifies `layers`.
+        None if the cache has no graphs, or if the packing fits no box of at most `most` tokens. `key` identifies
+        `layers`.
         """
         graphs, slots, num_columns = self.cache.graphs, self.host_slots, self.num_columns
         if graphs is None or slots is None:
             return None
         box = Box.around(packing, slots, self.layers.shape[2], num_columns)
-        if box is None:
+        if box is None or box.rows * box.width > most:
             return None
 
         def new_function() -> Callable[[Tensor, BoxPlaces], tuple[Tensor, ...]]:

@@ -23,8 +23,8 @@ from blockpilot.models.packing import Packing
 from blockpilot.models.states import FULL, LINEAR, StateCache
 from blockpilot.native.library import reason_without
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_text", "gemma3_text")
-HYBRID = "qwen3_5_text"  # of the text part of qwen3_5
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")  # the text parts of qwen3_5 and qwen3_5_moe
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS, "gemma3_text")
 UNSUPPORTED = {
     "gemma": "norms and embeddings of its first version",
     "gemma2": "attention scores and logits with a soft cap",
@@ -32,6 +32,7 @@ UNSUPPORTED = {
     "gemma3n": "embeddings in every layer",
     "gemma4": "heads of two sizes, and keys and values that layers share",
     "gemma4_text": "heads of two sizes, and keys and values that layers share",
+    "qwen3_next": "projections of recurrent layers that interleave their heads",
     "gpt_oss": "attention sinks, and experts with clamped activations",
 }
 """Families that people ask for, and what of them is not computed."""
@@ -57,7 +58,7 @@ class Decoder:
         body, config = cast(Any, model.model), model.config
         self._layers: DecoderLayers | HybridLayers = (
             hybrid_layers_of(body.layers, body.norm, config)
-            if config.model_type == HYBRID
+            if config.model_type in HYBRIDS
             else layers_of(body.layers, body.norm.weight, config)
         )
         self._kinds, self.embed = layer_kinds(config), body.embed_tokens
@@ -93,10 +94,11 @@ class Decoder:
         """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
         hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
         tables = {name: rotary.table(cache, hidden) for name, rotary in self._rotaries.items()}
-        # On a GPU few tokens run by a CUDA graph. Mixtures route tokens on the host; prompts are too wide.
-        if self._layers.is_dense and len(packing.parts) == 1:
+        # On a GPU few tokens run by a CUDA graph; prompts are too wide.
+        most = self._layers.most_captured
+        if most and len(packing.parts) == 1:
             in_box = partial(self._in_box, tables, tuple(feature_layers))
-            outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0])
+            outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0], most)
             if outputs is not None:
                 normed, features = outputs
                 return normed, features
@@ -168,7 +170,7 @@ def full_rope(config: Any) -> dict[str, Any]:
 def check_network(config: Any) -> None:
     """Raise ValueError, with the reason, for a model that this engine cannot run exactly."""
     check_family(config.model_type)
-    if config.model_type == HYBRID:
+    if config.model_type in HYBRIDS:
         _check_hybrid(config)
     if LayerKind("sliding_attention", None) in layer_kinds(config):
         raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
@@ -187,7 +189,7 @@ def check_network(config: Any) -> None:
     rope = config.rope_parameters or {}
     for parameters in [rope[kind.name] for kind in layer_kinds(config) if kind.name in rope] or [rope]:
         options.append(("rope_type", parameters.get("rope_type"), ROPE_TYPES))
-        if config.model_type != HYBRID:
+        if config.model_type not in HYBRIDS:
             options.append(("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), (1.0,)))
     for name, value, supported in options:
         if value not in supported:

@@ -1,9 +1,9 @@
 """CUDA graphs of passes over a SlotCache: a pass of few tokens is hundreds of small kernels, launched by one call.
 
 A graph has fixed shapes, so rows are padded to a box of a grid: the numbers of rows and of tokens per row are rounded
-up to powers of two, the number of columns read to a few lengths. Row r of a box is slot r. Padding computes finite
-numbers that nothing reads, and stores them in the last column of its slot, which no box reads: with graphs this
-column must stay free of tokens. Wider passes (prompts) run kernel by kernel.
+up to powers of two, the number of columns read to a few lengths. Row r of a box is slot r. Padding repeats the first
+token of its row, so that it chooses no other experts, and is stored in the last column of its slot, which no box
+reads: with graphs this column must stay free of tokens. Wider passes (prompts) run kernel by kernel.
 """
 
 import math
@@ -70,10 +70,11 @@ class Box(NamedTuple):
         return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device)
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
-        """`BoxPlaces` [5, R * W] on the host, and a sixth row with the index in the box of each token [N]."""
+        """`BoxPlaces` [5, R * W] on the host, the index in the box of each token [N], and the token at each index."""
         # Slots without a row, and indices beyond a row's end, are padding.
-        row_slots, (sizes, starts) = np.array(slots), np.zeros((2, self.rows, 1), dtype=np.int64)
+        row_slots, (sizes, starts, firsts) = np.array(slots), np.zeros((3, self.rows, 1), dtype=np.int64)
         sizes[row_slots, 0], starts[row_slots, 0] = packing.sizes, packing.starts
+        firsts[row_slots, 0] = packing.firsts
         offsets = np.arange(self.width)
         # Of a chain a token's depth is its offset, and it sees all before it: bits 0 .. offset.
         depths, follows = offsets, (2 << offsets) - 1
@@ -88,9 +89,10 @@ class Box(NamedTuple):
         numbers[1] = np.where(is_token, starts + depths, starts)
         numbers[2] = np.where(is_token, follows, 1)
         numbers[3], numbers[4] = starts, starts + sizes.clip(min=1)
+        tokens = np.where(is_token, firsts + offsets, firsts)
         rows, offsets = packing.on_host[:2]
         numbers[5].reshape(-1)[: packing.num_tokens] = row_slots[rows] * self.width + offsets
-        return torch.from_numpy(numbers.reshape(6, -1))
+        return torch.from_numpy(np.concatenate([numbers, tokens[None]]).reshape(7, -1))
 
     def slots(self, device: torch.device) -> Tensor:
         """The slot of every token or padding, [R * W]."""
@@ -194,7 +196,7 @@ class Graphs:
         boxed, numbers = captured.inputs
         numbers.copy_(places.pin_memory() if numbers.is_cuda else places, non_blocking=True)
         indices = numbers[5, :num]
-        boxed.index_copy_(0, indices, hidden)
+        torch.index_select(hidden, 0, numbers[6], out=boxed)
         # Copies: the next run of the graph overwrites its outputs.
         outputs = list[Tensor]()
         for output in captured.run(self._memory):

@@ -1,4 +1,4 @@
-"""Layers of a hybrid decoder (Qwen3.5) over packed tokens and a StateCache, by torch on any device.
+"""Layers of a hybrid decoder (Qwen3.5, or its mixture) over packed tokens and a StateCache, by torch on any device.
 
 Most layers are gated DeltaNets (delta_net.py), which keep a state; every fourth is attention with keys and values,
 whose output is gated, and whose heads are rotated in their first part only. native_hybrid.py is the version in C.
@@ -15,6 +15,7 @@ from torch.nn import functional
 from blockpilot.models import delta_net
 from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.delta_net import DeltaNetWeights, StatePass
+from blockpilot.models.experts import Mixture
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, Rotary, attend_parts
 from blockpilot.models.states import Accept, StateCache, StateShape
@@ -38,7 +39,7 @@ class GatedAttentionWeights:
 
 
 class HybridWeights:
-    """Weights of a Qwen3_5DecoderLayer: one of `delta_net` and `attention`, and the MLP."""
+    """Weights of a Qwen3_5DecoderLayer or Qwen3_5MoeDecoderLayer: one of `delta_net` and `attention`, and the MLP."""
 
     def __init__(self, module: Any, shape: StateShape, index: int) -> None:
         self.index = index
@@ -46,8 +47,11 @@ class HybridWeights:
         self.before, self.after = norm_weight(module.input_layernorm), norm_weight(module.post_attention_layernorm)
         self.delta_net = DeltaNetWeights(module.linear_attn, shape) if hasattr(module, "linear_attn") else None
         self.attention = GatedAttentionWeights(module.self_attn) if self.delta_net is None else None
-        self.gate_up = prepared(module.mlp, "gate_proj", "up_proj")
-        self.down = prepared(module.mlp, "down_proj")
+        self.mixture = Mixture(module.mlp) if hasattr(module.mlp, "experts") else None
+        """Experts beside the MLP, which then is the shared expert with a gate for its output."""
+        self.shared_gate = None if self.mixture is None else prepared(module.mlp, "shared_expert_gate")
+        mlp = module.mlp if self.mixture is None else module.mlp.shared_expert
+        self.gate_up, self.down = prepared(mlp, "gate_proj", "up_proj"), prepared(mlp, "down_proj")
 
 
 class HybridPass(NamedTuple):
@@ -68,7 +72,7 @@ class HybridPass(NamedTuple):
 class HybridLayers:
     """All layers of a hybrid model and the norm after them."""
 
-    is_dense = False  # no CUDA graphs: see Decoder
+    most_captured = 0  # no CUDA graphs: see Decoder
 
     def __init__(self, modules: Sequence[Any], norm: Any, config: Any) -> None:
         self.shape, self._eps, self._dim = StateShape.of(config), config.rms_norm_eps, head_dim(config)
@@ -109,7 +113,7 @@ class HybridLayers:
             else:
                 attended, accept = self._recur(layer.delta_net, layer.index, x, in_pass)
                 accepts.append(accept)
-            delta = self._mlp(layer, self._add_norm(hidden, attended, layer.after))
+            delta = self._mlp(layer, self._add_norm(hidden, attended, layer.after), in_pass)
             if i in feature_layers:
                 after[i] = hidden + delta
         normed = self._add_norm(hidden, delta, self._norm)
@@ -139,9 +143,13 @@ class HybridLayers:
         size = x.float().square().mean(dim=-1, keepdim=True)
         return (x.float() * torch.rsqrt(size + self._eps) * weight).to(x.dtype)
 
-    def _mlp(self, layer: HybridWeights, x: Tensor) -> Tensor:
+    def _mlp(self, layer: HybridWeights, x: Tensor, in_pass: HybridPass) -> Tensor:
+        """MLP, or experts and the gated shared one: [N, hidden] -> [N, hidden]."""
         gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate) * up)
+        out = layer.down(functional.silu(gate) * up)
+        if layer.mixture is None or layer.shared_gate is None:
+            return out
+        return layer.mixture(x) + layer.shared_gate(x).sigmoid() * out
 
     def _attend(self, layer: HybridWeights, x: Tensor, in_pass: HybridPass) -> Tensor:
         """Attention output [N, hidden] of normed states [N, hidden]; stores their keys and values first."""

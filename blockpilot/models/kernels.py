@@ -129,7 +129,7 @@ def prepared(
 
 
 class PreparedExperts(nn.Module):
-    """Replacement of Qwen3MoeExperts: the products of every expert, and of the router."""
+    """Replacement of Qwen3MoeExperts or Qwen3_5MoeExperts: the products of every expert, and of the router."""
 
     def __init__(
         self, products: Sequence[tuple[NativeProduct, NativeProduct]], router: NativeProduct, gate: Any
@@ -138,7 +138,7 @@ class PreparedExperts(nn.Module):
         self.products, self.router = products, router
         """products: (gate and up, down) of every expert; router: scores of all experts."""
         self.num_chosen: int = gate.top_k
-        self.is_normed: bool = gate.norm_topk_prob
+        self.is_normed: bool = getattr(gate, "norm_topk_prob", True)  # Qwen3.5 has no choice
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Hidden states [N, hidden], and the experts [N, k] of each token with weights [N, k] -> [N, hidden]."""
@@ -158,7 +158,10 @@ class PreparedExperts(nn.Module):
 
 
 def prepared_experts(mixture: Any) -> PreparedExperts | None:
-    """Experts of a Qwen3MoeSparseMoeBlock in C, made once, in place of its own weights. None without C."""
+    """Experts in C of a Qwen3MoeSparseMoeBlock or Qwen3_5MoeSparseMoeBlock, made once, in place of its own weights.
+
+    None without C.
+    """
     experts, hidden = mixture.experts, Padding.to_multiple(mixture.gate.weight.shape[1])
     if isinstance(experts, PreparedExperts):
         return experts

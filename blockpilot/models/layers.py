@@ -6,7 +6,7 @@ product, gate and up from another; one call a layer stores keys and values. nati
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
-from blockpilot.models.graphs import SeenColumns
-from blockpilot.models.kernels import PreparedExperts, Product, prepared, prepared_experts
+from blockpilot.models.experts import Mixture
+from blockpilot.models.graphs import MOST_TOKENS, SeenColumns
+from blockpilot.models.kernels import Product, prepared
 from blockpilot.models.packing import Packing, folded
 from blockpilot.native.products import INPUTS, Padding
 
@@ -156,20 +157,21 @@ class LayerWeights:
         self.out = prepared(module.self_attn, "o_proj", inputs=heads, outputs=hidden)
         self.gate_up: Product | None = None
         self.down: Product | None = None
-        self.experts: PreparedExperts | None = None
-        """Replace gate_up and down if the layer is a mixture of experts in C."""
-        self._mlp = module.mlp
+        self.mixture: Mixture | None = None
+        """Replaces gate_up and down if the layer is a mixture of experts."""
         if hasattr(module.mlp, "gate_proj"):
             inner = Padding.to_multiple(module.mlp.gate_proj.out_features)
             self.gate_up = prepared(module.mlp, "gate_proj", "up_proj", outputs=inner)
             self.down = prepared(module.mlp, "down_proj", inputs=inner, outputs=hidden)
         else:
-            self.experts = prepared_experts(module.mlp)
+            self.mixture = Mixture(module.mlp)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """SwiGLU, GeGLU, or the model's own mixture of experts: [N, hidden] -> [N, hidden]."""
-        if self.gate_up is None or self.down is None:
-            return cast(Tensor, self._mlp(x[None])[0])
+        """SwiGLU, GeGLU, or a mixture of experts: [N, hidden] -> [N, hidden]."""
+        if self.mixture is not None:
+            return self.mixture(x)
+        assert self.gate_up is not None
+        assert self.down is not None
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if self.form.gelu else functional.silu(gate)
         return self.down(gate.mul_(up))
@@ -201,6 +203,9 @@ class DecoderLayers:
     def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, config: PretrainedConfig) -> None:
         self._layers, self._norm = layers, norm.detach().clone()
         self._dim, self._form = head_dim(config), LayerForm.of(config)
+        mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
+        self.most_captured = min((mixture.most_captured for mixture in mixtures), default=MOST_TOKENS)
+        """Maximum number of tokens of a CUDA graph; 0 for none."""
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -209,11 +214,6 @@ class DecoderLayers:
     def halves(self) -> Padding:
         """Padding of the halves of a head in the cache of these layers."""
         return Padding(self._dim // 2, self._dim // 2)
-
-    @property
-    def is_dense(self) -> bool:
-        """True if no layer is a mixture of experts, which routes tokens on the host."""
-        return all(layer.gate_up is not None for layer in self._layers)
 
     def __call__(
         self,

@@ -1,14 +1,16 @@
 """Structs of mixtures of experts for the layers in C (native/experts.c)."""
 
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, c_int, c_long, c_void_p
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, addressof, byref, c_int, c_long, c_void_p
 
 import torch
 from torch import Tensor
 
+from blockpilot.models.experts import Mixture
 from blockpilot.models.kernels import PreparedExperts
 from blockpilot.native.library import fields
-from blockpilot.native.products import Linear
+from blockpilot.native.products import Linear, Padding
 
 
 class ExpertsStruct(Structure):
@@ -70,3 +72,30 @@ class RoomOfExperts:
         self._shares = torch.empty(3 * threads, dtype=torch.int64)
         addresses = [values.data_ptr() for values in (*self._buffers, self._shares)]
         self.struct = RoomStruct(*addresses[:-1], *map(addressof, self._batches), addresses[-1])
+
+
+class NativeMixtures:
+    """Mixtures, prepared in C, of layers that C runs one by one (native_hybrid.py)."""
+
+    def __init__(self, library: ctypes.CDLL, mixtures: Sequence[Mixture], hidden: int) -> None:
+        self._mix, self._width = library.mix_rows, Padding.to_multiple(hidden)
+        rows = c_long, c_long, c_void_p
+        self._mix.argtypes = POINTER(ExpertsStruct), *rows, POINTER(RoomStruct), c_void_p, c_int
+        self._mix.restype = None
+        self._experts = dict[Mixture, NativeExperts]()
+        for mixture in mixtures:
+            assert mixture.prepared is not None
+            self._experts[mixture] = NativeExperts(mixture.prepared)
+
+    def begin(self, tokens: Tensor) -> Callable[[Mixture, Tensor], Tensor]:
+        """Mixtures of a pass of `tokens` [N, ...]: normed states [N, hidden] -> [N, hidden]."""
+        padded, threads = tokens.new_empty(len(tokens), self._width.padded), torch.get_num_threads()
+        room = RoomOfExperts(list(self._experts.values()), padded, threads)
+
+        def mix(mixture: Mixture, x: Tensor) -> Tensor:
+            x, struct = self._width.pad(x).contiguous(), self._experts[mixture].struct
+            out = torch.empty_like(x)
+            self._mix(byref(struct), *x.shape, x.data_ptr(), byref(room.struct), out.data_ptr(), threads)
+            return self._width.cut(out).contiguous()
+
+        return mix

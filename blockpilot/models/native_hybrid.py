@@ -17,8 +17,10 @@ from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotView
 from blockpilot.models.delta_net import DeltaNetWeights, StatePass
+from blockpilot.models.experts import Mixture
 from blockpilot.models.hybrid import HybridLayers, HybridPass, HybridWeights
 from blockpilot.models.layers import Mask, Rotary, half_heads
+from blockpilot.models.native_experts import NativeMixtures
 from blockpilot.models.native_layers import NativeAttention
 from blockpilot.models.states import Accept, StateShape
 from blockpilot.native.library import fields, library_for
@@ -104,6 +106,8 @@ class _NativePass(NamedTuple):
     """Attention: layer in the cache, its heads -> attended heads."""
     places: Tensor
     """[head_dim]: place of every number of a head in a padded one."""
+    mix: Callable[[Mixture, Tensor], Tensor]
+    """Experts of a layer: normed states [N, hidden] -> [N, hidden]."""
 
 
 class NativeHybridLayers(HybridLayers):
@@ -114,6 +118,8 @@ class NativeHybridLayers(HybridLayers):
         self._c, self._halves = _declared(library), half_heads(config)
         self._attention = NativeAttention(library, config)
         self._nets = [self._net(layer.delta_net) for layer in self._layers if layer.delta_net is not None]
+        mixtures = [layer.mixture for layer in self._layers if layer.mixture is not None]
+        self._mixtures = NativeMixtures(library, mixtures, config.hidden_size)
 
     @property
     def halves(self) -> Padding:
@@ -128,7 +134,8 @@ class NativeHybridLayers(HybridLayers):
     def _begin(self, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> HybridPass:
         in_pass, places = super()._begin(rotary, cache, masks), self._places(rotary.cosines.shape[-1])
         attend = self._attention.begin(self._spread(rotary, places), cache, masks)
-        return in_pass._replace(native=_NativePass(_Order(in_pass.order), attend, places))
+        mix = self._mixtures.begin(rotary.cosines)
+        return in_pass._replace(native=_NativePass(_Order(in_pass.order), attend, places, mix))
 
     def _places(self, num: int) -> Tensor:
         """Place [head_dim] in a padded head of every number of one whose first `num` are rotated."""
@@ -153,11 +160,17 @@ class NativeHybridLayers(HybridLayers):
         self._c.add_norm_rows(*hidden.shape, *pointers, self._eps, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def _mlp(self, layer: HybridWeights, x: Tensor) -> Tensor:
-        gate_up = layer.gate_up(x).contiguous()
+    def _mlp(self, layer: HybridWeights, x: Tensor, in_pass: HybridPass) -> Tensor:
+        gate_up, threads = layer.gate_up(x).contiguous(), torch.get_num_threads()
         gated = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
-        self._c.swiglu_rows(*gated.shape, gate_up.data_ptr(), gated.data_ptr(), torch.get_num_threads())
-        return layer.down(gated)
+        self._c.swiglu_rows(*gated.shape, gate_up.data_ptr(), gated.data_ptr(), threads)
+        out = layer.down(gated)
+        if layer.mixture is None or layer.shared_gate is None:
+            return out
+        native: _NativePass = in_pass.native
+        mixed, gates, out = native.mix(layer.mixture, x), layer.shared_gate(x), out.contiguous()
+        self._c.add_gated_rows(*out.shape, gates.data_ptr(), out.data_ptr(), mixed.data_ptr(), threads)
+        return mixed
 
     def _attend(self, layer: HybridWeights, x: Tensor, in_pass: HybridPass) -> Tensor:
         assert layer.attention is not None
@@ -211,6 +224,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, ...]] = {
         "add_norm_rows": (c_long, c_long, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int),
         "swiglu_rows": (c_long, c_long, c_void_p, c_void_p, c_int),
+        "add_gated_rows": (c_long, c_long, c_void_p, c_void_p, c_void_p, c_int),
         "split_heads": (*of_rows, *(c_long,) * 4, c_void_p, c_void_p, c_float, c_void_p, c_int),
         "gate_heads": (*of_rows, *(c_long,) * 3, c_void_p, c_void_p, c_int),
         "delta_pass": (net, states, POINTER(_OrderStruct), inputs, c_void_p, c_long, c_void_p, c_int),

@@ -44,7 +44,7 @@ def _layers_by_torch(layers: Sequence[LayerWeights], norm: Tensor, config: Pretr
 
 
 def _is_packed(layer: LayerWeights) -> bool:
-    if layer.experts is not None:
+    if layer.mixture is not None and layer.mixture.prepared is not None:
         return layer.qkv.is_packed and layer.out.is_packed
     products = layer.qkv, layer.out, layer.gate_up, layer.down
     return all(product is not None and product.is_packed for product in products)
@@ -98,7 +98,8 @@ class NativeLayers(DecoderLayers):
         self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
         self._structs = (_LayerStruct * len(layers))()
         for i, layer in enumerate(layers):
-            self._experts.append(None if layer.experts is None else NativeExperts(layer.experts))
+            experts = None if layer.mixture is None else layer.mixture.prepared
+            self._experts.append(None if experts is None else NativeExperts(experts))
             self._weights.append(self._norms_of(layer))
             self._structs[i] = self._struct(layer, self._weights[i], self._experts[i])
         heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * self._halves.padded

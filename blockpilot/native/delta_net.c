@@ -121,6 +121,19 @@ void swiglu_rows(long rows, long inner, const stored *gate_up, stored *out, int 
         }
 }
 
+/* out [rows, width] += x [rows, width] * sigmoid(gates [rows]), rounded where transformers rounds. */
+void add_gated_rows(long rows, long width, const stored *gates, const stored *x, stored *out, int threads)
+{
+#pragma omp parallel for num_threads(threads)
+    for (long row = 0; row < rows; row++) {
+        lanes gate = rounded(sigmoid((lanes){0} + number(gates + row)));
+        const stored *own = x + row * width;
+        stored *to = out + row * width;
+        for (long i = 0; i < width; i += LANES)
+            store_some(load_some(to + i, width - i) + rounded(load_some(own + i, width - i) * gate), to + i, width - i);
+    }
+}
+
 /* projected [rows, stride] with a query and a gate [dim] for each of `queries` heads, then `kv` keys and values [dim]
  * -> heads [rows, queries + 2 * kv, padded] for layers.c: queries and keys normed by `norms` [2, dim], number i in
  * place places[i]; values in their order. */

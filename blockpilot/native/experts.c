@@ -1,4 +1,4 @@
-/* SwiGLU and GeGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE.
+/* SwiGLU and GeGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE and Qwen3.5.
  *
  * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, whatever the
  * other rows choose. Each expert multiplies all of its rows at once.
@@ -109,4 +109,12 @@ void mix(const struct experts *experts, long rows, long hidden, const stored *x,
                 sum = fused((lanes){0} + room->weights[pair], load(room->found + room->places[pair] * hidden + i), sum);
             store(sum, out + row * hidden + i);
         }
+}
+
+/* As `mix`, in a parallel region of its own. */
+void mix_rows(const struct experts *experts, long rows, long hidden, const stored *x,
+              const struct room_of_experts *room, stored *out, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    mix(experts, rows, hidden, x, room, out, threads);
 }

@@ -1,9 +1,9 @@
 """Step time on a GPU, with CUDA graphs and eager, relative to the memory-bandwidth bound.
 
-Weights are random and created on the device: Qwen3's shapes, with a DFlash draft of 5 layers. A step is an engine's:
-the rows' blocks are drafted, verified and committed. The target's pass with LM head and sampling, and the draft's
-pass, are also timed alone, back to back. The floor is the time to read all weights and caches once, at the speed of a
-large copy.
+Weights are random, in the shapes of published models, with a DFlash draft of 5 layers (gpu_models.py). A step is an
+engine's: the rows' blocks are drafted, verified and committed. The target's pass with LM head and sampling, of random
+tokens, and the draft's pass are also timed alone, back to back. The floor is the time to read weights and caches
+once, at the speed of a large copy.
 
     python -m jobs.bench.gpu_step --models 4b 8b --out gpu_step.json
     python -m jobs.bench.gpu_step --check
@@ -27,38 +27,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from blockpilot.device import device_name
-from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import PairId, Request, Sampling
+from blockpilot.types import Request, Sampling
+from jobs.bench.gpu_models import FAMILIES, SHAPES, TINY, Shape, random_pair, step_bytes
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-}
-QWEN3: dict[str, Any] = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-}
-TINY: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-}
-TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32, "max_position_embeddings": 2048}
 WAYS = "graph", "eager"
-NewModel = Callable[[], PreTrainedModel]
 ROOM = 512  # in tokens, for the answers after the context
 NUM_PASSES = 10  # timed back to back
 
@@ -85,30 +64,7 @@ class Failures:
         self.names.append(name)
 
 
-# --- pairs ---
-
-
-def random_pair(target: NewModel, device: torch.device, dtype: torch.dtype, **draft: Any) -> Pair:
-    """A target and a draft with random weights, created on the device."""
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = target()
-            network = DraftModel(new_draft_config(model.config, mask_token_id=model.config.vocab_size - 1, **draft))
-    finally:
-        torch.set_default_dtype(default)
-    for module in (model, network):
-        nn.Module.to(module, device=device, dtype=dtype).eval().requires_grad_(False)
-    no_tokenizer: Any = None
-    pair = Pair(PairId("random", "0", "random", "0"), model, network, no_tokenizer)
-    _ = pair.prepared_draft
-    return pair
-
-
-def qwen3(shape: dict[str, Any]) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**({"head_dim": 128, "max_position_embeddings": 4096} | QWEN3 | shape)))
+# --- speed ---
 
 
 def with_graphs(pair: Pair, way: str, **options: Any) -> Engine:
@@ -119,9 +75,6 @@ def with_graphs(pair: Pair, way: str, **options: Any) -> Engine:
         graphs = Graphs(pair.target.device, capture=cuda)
         engine._cache.graphs = engine._drafter.cache.graphs = graphs
     return engine
-
-
-# --- speed ---
 
 
 class Point(NamedTuple):
@@ -150,21 +103,6 @@ def copy_speed(device: torch.device) -> float:
     return 2 * size / best
 
 
-def floors(pair: Pair, rows: int, tokens: int, length: int, speed: float) -> tuple[float, float]:
-    """Milliseconds to read the weights and caches of a step, and those of the target alone."""
-    model: Any = pair.target
-    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    weight_bytes = sum(weight.nbytes for weight in model.parameters())
-    weight_bytes -= 0 if head.data_ptr() == embeddings.data_ptr() else embeddings.nbytes
-    draft_bytes = sum(weight.nbytes for weight in pair.draft.parameters()) + head.nbytes if tokens > 1 else 0
-    config = pair.target.config
-    layer_bytes = 2 * config.num_key_value_heads * config.head_dim * pair.draft.dtype.itemsize * rows * length
-    target_bytes = weight_bytes + config.num_hidden_layers * layer_bytes
-    num_draft_layers = len(pair.prepared_draft.new_cache(1, 1).layers)
-    draft_bytes += num_draft_layers * layer_bytes if tokens > 1 else 0
-    return 1e3 * (target_bytes + draft_bytes) / speed, 1e3 * target_bytes / speed
-
-
 @torch.inference_mode()
 def measure(pair: Pair, name: str, way: str, rows: int, options: argparse.Namespace, speed: float) -> Iterator[Point]:
     """Points of an engine with `rows` rows, for one block size after the other."""
@@ -189,7 +127,7 @@ def measure(pair: Pair, name: str, way: str, rows: int, options: argparse.Namesp
         assert engine.num_decoding == rows, "a row has ended: fewer steps or more room are needed"
         length = len(engine._rows[0].tokens)
         target_ms, draft_ms = passes_ms(engine, size, sampling)
-        floor_ms, target_floor_ms = floors(pair, rows, size, length, speed)
+        floor_ms, target_floor_ms = (1e3 * num_bytes / speed for num_bytes in step_bytes(engine, size, length))
         num_syncs = count_syncs(engine)
         times = 1e3 * median(seconds), target_ms, draft_ms, floor_ms, target_floor_ms
         yield Point(name, way, rows, size, *times, num_syncs, capture_s)
@@ -201,11 +139,12 @@ def passes_ms(engine: Engine, size: int, row_sampling: Sampling) -> tuple[float,
     """Milliseconds of the target's pass, with LM head and sampling, and of the draft's, averaged over NUM_PASSES."""
     device, rows = engine.pair.target.device, engine._rows
     starts, slots = [row.anchor_position for row in rows], list(range(len(rows)))
-    tokens = torch.zeros(size * len(rows), dtype=torch.int64, device=device)
+    # Random: a mixture reads other experts for other tokens.
+    tokens = torch.randint(0, engine.pair.vocab_size, (size * len(rows),), device=device)
     sampling, positions, graphs = [row_sampling] * len(tokens), [0] * len(tokens), engine._cache.graphs
 
     def target() -> None:
-        packing = Packing([size] * len(rows), starts, device)
+        packing = Packing([size] * len(rows), starts, device, cut=len(rows))
         view = engine._cache.view_of(packing, slice(0, len(rows)))
         hidden = engine._target.score(tokens, view, packing, features=True).hidden
         keyed_sample(engine._target.logits(hidden), positions, sampling, graphs=graphs)
@@ -274,8 +213,9 @@ def bench(options: argparse.Namespace, failures: Failures) -> None:
                 Path(options.out).write_text(text)
 
     def bench_model(name: str) -> None:
-        shape, dtype = (TINY, torch.float32) if options.tiny else (SHAPES[name], torch.bfloat16)
-        pair = random_pair(lambda: qwen3(shape), device, dtype, num_layers=2 if options.tiny else 5, block_size=16)
+        shape, dtype = SHAPES[name], torch.float32 if options.tiny else torch.bfloat16
+        shape = shape._replace(sizes=shape.sizes | TINY) if options.tiny else shape
+        pair = random_pair(shape.new, device, dtype, num_layers=2 if options.tiny else 5, block_size=16)
         print(f"{name}: created after {time.perf_counter() - started:.1f} s", flush=True)
         for rows in options.rows:
             for way in options.ways:
@@ -340,20 +280,13 @@ def check_texts(pair: Pair, family: str, temperature: float, ways: Sequence[str]
 
 
 def check(options: argparse.Namespace, failures: Failures) -> None:
-    """Print PASS or FAIL for llama and qwen3, greedy and sampled."""
+    """Print PASS or FAIL for every family, greedy and sampled."""
     device = torch.device(options.device)
-    small = TINY | {"initializer_range": 0.1}
-    families: dict[str, NewModel] = {
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**small, tie_word_embeddings=False)),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**small, tie_word_embeddings=True)),
-    }
-    for family, target in families.items():
+    for family, shape in FAMILIES.items():
         for temperature in (0.0, 1.0):
 
-            def part(
-                target: Callable[[], PreTrainedModel] = target, name: str = family, t: float = temperature
-            ) -> None:
-                pair = random_pair(target, device, torch.float32, num_layers=2, block_size=8)
+            def part(shape: Shape = shape, name: str = family, t: float = temperature) -> None:
+                pair = random_pair(shape.new, device, torch.float32, num_layers=2, block_size=8)
                 check_texts(pair, name, t, options.ways, failures)
 
             failures.attempt(f"{family}, T={temperature:g}", part)
@@ -361,7 +294,7 @@ def check(options: argparse.Namespace, failures: Failures) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["4b", "8b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[1, 8, 16], help="block sizes: tokens that a row verifies"

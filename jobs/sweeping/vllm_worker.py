@@ -23,7 +23,7 @@ from blockpilot.types import Prefill, Sampling
 from jobs.common.config import Config, PairConfig
 
 # Chains verify every drafted position, so token_s includes both costs; vLLM's products have no tiles of TILE tokens.
-NAMES = tuple(name for name in COEFFICIENTS if name not in ("slot_s", "tile_s"))
+NAMES = tuple(name for name in COEFFICIENTS if name not in ("slot_s", "tile_s", "experts_s"))
 TIMED_TOKENS = 33  # of every timed answer
 NUM_TIMES = 8  # timings of each load; the result is their lower quartile
 

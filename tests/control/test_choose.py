@@ -19,8 +19,9 @@ ALONE = Load(0)
 chances = st.floats(0, 1)
 falling = st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True))
 seconds = st.just(0.0) | st.floats(1e-3, 2.0)
-costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "tile_s"), seconds)
-prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), **costs)
+costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s"), seconds)
+shares = st.sampled_from([0.0, 1 / 16, 1 / 2])
+prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), expert_share=shares, **costs)
 few = st.integers(0, 9)
 loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
     lambda load: load.rows or load == ALONE
@@ -45,6 +46,7 @@ def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: Ste
     seconds = price.base_s + rows * price.row_s + launched * price.launch_s + verified * price.token_s
     seconds += (beside.num_drafted + num_rows * depth) * price.slot_s
     seconds += max(0, rows + verified - TILE) * price.tile_s / TILE
+    seconds += (1 - (1 - price.expert_share) ** (rows + verified)) * price.experts_s
     return SlowStep(num_rows * tokens, seconds, price.launch_s * max(0, num_passes - launched))
 
 

@@ -23,8 +23,11 @@ LOADS = [
 ]
 
 
+SHARE = 1 / 16  # of the experts of a mixture that a token chooses
+
+
 def seconds_of(coefficients: Array) -> list[float]:
-    return [float(coefficients @ load.terms) for load in LOADS]
+    return [float(coefficients @ load.terms(SHARE)) for load in LOADS]
 
 
 # --- terms ---
@@ -45,6 +48,16 @@ def seconds_of(coefficients: Array) -> list[float]:
 )
 def test_a_step_costs_the_sum_of_its_terms(load: Load, seconds: float) -> None:
     assert PRICE.seconds(load) == pytest.approx(seconds)
+
+
+def test_a_mixture_costs_the_experts_that_its_tokens_choose() -> None:
+    """Each of them chooses a quarter of the experts, independently of the others."""
+    mixture = replace(PRICE, experts_s=16.0, expert_share=0.25)
+    assert mixture.seconds(Load(1)) == pytest.approx(12 + 4)
+    assert mixture.seconds(Load(2)) == pytest.approx(14 + 7)
+    assert mixture.seconds(Load(1, 2, 2)) == pytest.approx(12 + 3 + 1 + 0.5 + 9.25)
+    assert mixture.more_experts_s(2, 1) == pytest.approx(2.25)
+    assert replace(mixture, expert_share=0.0).seconds(Load(1)) == 12
 
 
 def test_chains_are_priced_in_plain_steps() -> None:
@@ -78,7 +91,7 @@ coefficients = st.lists(
 
 
 def of_squares(found: Array, seconds: list[float]) -> float:
-    return sum((found @ load.terms / each - 1) ** 2 for load, each in zip(LOADS, seconds, strict=True))
+    return sum((found @ load.terms(SHARE) / each - 1) ** 2 for load, each in zip(LOADS, seconds, strict=True))
 
 
 @settings(deadline=None)
@@ -87,13 +100,13 @@ def test_no_coefficients_fit_better(seconds: list[float], other: Array, share: f
     """None is negative, whatever the seconds are: the least squares of relative errors, beside any others and those
     on the way. Those of steps that are linear are found exactly.
     """
-    found = fit(LOADS, seconds)
+    found = fit(LOADS, seconds, expert_share=SHARE)
     assert (found >= 0).all()
     assert of_squares(found, seconds) <= of_squares(found + share * (other - found), seconds) + 1e-9
     if other[0] + other[1] > 0:
-        again = fit(LOADS, seconds_of(other))
+        again = fit(LOADS, seconds_of(other), expert_share=SHARE)
         np.testing.assert_allclose(again, other, rtol=1e-5, atol=1e-7)
-        assert relative_error(again, LOADS, seconds_of(other)) < 1e-6
+        assert relative_error(again, LOADS, seconds_of(other), expert_share=SHARE) < 1e-6
 
 
 def test_the_error_is_the_mean_of_relative_ones() -> None:
@@ -112,10 +125,10 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
     assert PRICE.to_json().count("\n") == 1
 
 
-OPTIONAL = {"is_sequential", "tile_s"}  # an older price is of a draft that is not sequential
+OPTIONAL = {"is_sequential", "tile_s", "experts_s", "expert_share"}  # not in older files
 
 
-def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_and_knows_no_tile(tmp_path: Path) -> None:
+def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_without_tiles_and_experts(tmp_path: Path) -> None:
     fields = json.loads(PRICE.to_json())
     for name in OPTIONAL:
         del fields[name]
@@ -134,6 +147,7 @@ CHANGES: list[dict[str, object]] = [
     {"base_s": 0, "row_s": 0},
     {"block_sizes": [1, 2]},
     {"is_sequential": 1},
+    {"expert_share": -0.5},
 ]
 FIELDS = json.loads(PRICE.to_json())
 REFUSED = [

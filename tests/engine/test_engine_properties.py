@@ -274,11 +274,13 @@ def sliding_world(gemma_pair: Pair) -> World:
         "sliding",
         "sliding and knowing",
         "hybrid_pair",
+        "hybrid_mixture_pair",
     ],
 )
 def test_texts_are_plain_whatever_is_asked_in_whatever_order(request: pytest.FixtureRequest, name: str) -> None:
     """Requests come, end, stop and are cancelled; chats go on; controllers and block sizes change under them."""
-    has_states, is_knowing = name == "hybrid_pair", name.endswith(("knowing", "hybrid_pair"))
+    has_states = name.startswith("hybrid")
+    is_knowing = has_states or name.endswith("knowing")
     if has_states:
         world = World(request.getfixturevalue(name))
     else:

@@ -24,7 +24,7 @@ from blockpilot.types import DRAFTED, LOOKED_UP, Constraint, Request, Sampling, 
 from helpers.controllers import Told
 from helpers.engines import NEVER, run, text_of
 from helpers.fuzz import any_request, check_log_probs, pair_of, slow_answers
-from helpers.tiny import SHAPE, tiny_hybrid, tiny_mixture, tiny_target
+from helpers.tiny import SHAPE, tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 MAX_LENGTH, ORIGINAL_LENGTH = 80, 32
 GRAMMARS = (
@@ -58,6 +58,7 @@ PAIRS: dict[str, Callable[[pytest.FixtureRequest], Pair]] = {
     "no draft": lambda request: request.getfixturevalue("alone"),
     "experts": lambda request: pair_of(tiny_mixture(num_hidden_layers=3), torch.float32),
     "hybrid": lambda request: pair_of(tiny_hybrid(), torch.float32),
+    "hybrid with experts": lambda request: pair_of(tiny_hybrid_mixture(), torch.float32),
     "heads of 12": lambda request: pair_of(tiny_target(head_dim=12, num_hidden_layers=3), torch.float32),
     "dynamic rope": lambda request: pair_of(with_rope("dynamic", factor=2.0), torch.float32),
     "longrope": lambda request: pair_of(with_rope("longrope", **LONGROPE), torch.float32),

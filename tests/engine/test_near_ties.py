@@ -14,7 +14,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Request, Sampling
 from helpers.engines import NEVER, run, text_of
 from helpers.fuzz import pair_of
-from helpers.tiny import tiny_hybrid, tiny_mixture, tiny_target
+from helpers.tiny import tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
@@ -27,6 +27,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
     "hybrid": (tiny_hybrid, {"num_hidden_layers": 5}, FP32),
     "hybrid in bfloat16": (tiny_hybrid, {"num_hidden_layers": 5, "linear_num_key_heads": 4}, BF16),
     "hybrid, odd widths": (tiny_hybrid, {"hidden_size": 44, "intermediate_size": 50, "num_hidden_layers": 5}, FP32),
+    "hybrid with experts": (tiny_hybrid_mixture, {"num_hidden_layers": 5}, FP32),
+    "hybrid with experts in bfloat16": (tiny_hybrid_mixture, {"num_hidden_layers": 5, "num_experts": 7}, BF16),
     "an odd vocabulary in bfloat16": (tiny_target, {"vocab_size": 263}, BF16),
 }
 
@@ -71,7 +73,7 @@ def test_layers_in_c_decode_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.usefixtures("without_c")
-@pytest.mark.parametrize("target_of", [tiny_target, tiny_mixture, tiny_hybrid])
+@pytest.mark.parametrize("target_of", [tiny_target, tiny_mixture, tiny_hybrid, tiny_hybrid_mixture])
 def test_layers_by_torch_decode_the_same_texts_where_nothing_nearly_ties(target_of: Callable[..., Any]) -> None:
     pair = pair_of(target_of(num_hidden_layers=4), FP32)
     assert Engine(pair, num_slots=1, max_length=8).exactness == "up to rounding: layers by torch (no C compiler)"

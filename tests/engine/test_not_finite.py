@@ -12,11 +12,11 @@ from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request
 from helpers.drafts import choices_of, offer_always
-from helpers.tiny import MASK_ID, byte_tokenizer, tiny_hybrid, tiny_mixture, tiny_target
+from helpers.tiny import MASK_ID, byte_tokenizer, tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 BAD = 200
 GOOD, LONG = tuple(range(30, 35)), tuple(range(20, 90))
-TARGETS = [tiny_target, tiny_mixture, tiny_hybrid]
+TARGETS = [tiny_target, tiny_mixture, tiny_hybrid, tiny_hybrid_mixture]
 
 
 def damaged_pair(dtype: torch.dtype, bad: Sequence[int], of: Callable[..., Any] = tiny_target) -> Pair:

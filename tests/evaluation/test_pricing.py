@@ -1,15 +1,25 @@
 """The price of a pair's steps: which mixtures are timed, and what is fitted to their seconds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from blockpilot.control.cost import Load
+from blockpilot.control.cost import COEFFICIENTS, Load
 from blockpilot.engine.drafting import NUM_CANDIDATES
-from blockpilot.evaluation.pricing import PLAIN, Drafted, measure_price, mixtures_of, time_steps
+from blockpilot.evaluation.pricing import (
+    PLAIN,
+    Drafted,
+    coefficients_of,
+    expert_share,
+    measure_price,
+    mixtures_of,
+    time_steps,
+)
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
+from helpers.tiny import tiny_mixture
 
 
 def load_of(mixture: Sequence[Drafted]) -> Load:
@@ -33,11 +43,13 @@ def test_mixtures_have_plain_and_drafting_rows_and_trees(rows: int, block_size: 
 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16])
-def test_loads_of_mixtures_tell_all_coefficients_apart(block_size: int) -> None:
+def test_loads_of_mixtures_tell_all_coefficients_apart(block_size: int, tiny_pair: Pair) -> None:
     """Loads of a draft that is not sequential, with one row and with 16."""
     loads = [load_of(mixture) for rows in (1, 16) for mixture in mixtures_of(rows, block_size)[:-1]]
-    terms = np.array([load.terms for load in loads], dtype=float)
-    assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
+    for pair in (tiny_pair, replace(tiny_pair, target=tiny_mixture())):
+        columns = [COEFFICIENTS.index(name) for name in coefficients_of(pair)]
+        terms = np.array([load.terms(expert_share(pair)) for load in loads], dtype=float)[:, columns]
+        assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
 
 
 def test_loads_are_what_the_timed_steps_verified(tiny_pair: Pair) -> None:

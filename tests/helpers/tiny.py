@@ -12,6 +12,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -104,16 +106,30 @@ def tiny_sliding(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 12} | window | changes))
 
 
+HYBRID: dict[str, Any] = {
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "head_dim": 24, "initializer_range": 0.1, "num_hidden_layers": 4},
+}
+
+
 def tiny_hybrid(seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
     """A random Qwen3.5, every fourth layer attention, with changes of its configuration.
 
     Its weights are smaller than those of the others: transformers' chunks round away from the recurrent rule.
     """
     torch.manual_seed(seed)
-    states = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
-    states |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes = {"head_dim": 24, "initializer_range": 0.1, "num_hidden_layers": 4}
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | states | sizes | changes))
+    return _with_random_norms(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | HYBRID | changes)))
+
+
+def tiny_hybrid_mixture(seed: int = 0, **changes: Any) -> Qwen3_5MoeForCausalLM:
+    """A random Qwen3.5-MoE, as `tiny_hybrid`."""
+    torch.manual_seed(seed)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = HYBRID | experts | {"shared_expert_intermediate_size": 64}
+    return _with_random_norms(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SHAPE | sizes | changes)))
+
+
+def _with_random_norms(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name or "dt_bias" in name:  # initially all the same
             parameter.data += 0.2 * torch.randn_like(parameter)

@@ -47,7 +47,7 @@ def test_another_one_is_measured(how: str, file: Path, tiny_pair: Pair, monkeypa
     elif how == "of another device":
         file.write_text(file.read_text().replace(price.device, "abacus"))
     else:  # drafting would take hundreds of plain steps
-        file.write_text(price.with_coefficients(price.coefficients * [1, 1, 1000, 1000, 1000, 1]).to_json())
+        file.write_text(price.with_coefficients(price.coefficients * [1, 1, 1000, 1000, 1000, 1, 1]).to_json())
     measured = []
 
     def counted(*arguments: object) -> object:

@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -34,7 +36,11 @@ SHAPE = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2},
     "max_position_embeddings": LONGEST,
 }
-HYBRID_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+HYBRID: dict[str, Any] = {
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "head_dim": 64},
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -67,9 +73,16 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers":
 
 def hybrid(**changes: Any) -> PreTrainedModel:
     """A Qwen3.5 with the proportions of the published ones: a quarter of a head is rotated, states are square."""
-    states = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": HYBRID_LAYERS}
-    states |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "head_dim": 64}
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | states | changes))
+    return with_random_norms(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | HYBRID | changes)))
+
+
+def hybrid_moe(**changes: Any) -> PreTrainedModel:
+    """A Qwen3.5-MoE with experts as wide as the shared one, as in the published ones."""
+    experts = EXPERTS | {"shared_expert_intermediate_size": 32}
+    return with_random_norms(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SHAPE | HYBRID | experts | changes)))
+
+
+def with_random_norms(model: Any) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if "norm" in name or "dt_bias" in name:  # initially all the same
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -97,6 +110,9 @@ MODELS = {
     "qwen3_5, two values for every key": lambda: hybrid(linear_num_key_heads=2, linear_value_head_dim=64),
     "qwen3_5, odd widths": lambda: hybrid(head_dim=24, hidden_size=44, intermediate_size=50, vocab_size=265),
     "qwen3_5, a shorter window": lambda: hybrid(linear_conv_kernel_dim=3),
+    "qwen3_5_moe": hybrid_moe,
+    "qwen3_5_moe, a wide shared expert": lambda: hybrid_moe(shared_expert_intermediate_size=100, num_experts=7),
+    "qwen3_5_moe, odd widths": lambda: hybrid_moe(head_dim=24, hidden_size=44, moe_intermediate_size=20),
 }
 
 

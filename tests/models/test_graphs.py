@@ -13,6 +13,7 @@ from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.drafts.dflash_prepared import CachedDFlash
 from blockpilot.engine.engine import Engine
 from blockpilot.models.cache import SlotCache
+from blockpilot.models.experts import Mixture
 from blockpilot.models.graphs import Box, Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
@@ -20,7 +21,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Request, Sampling
 from helpers.controllers import Watched
 from helpers.engines import run, text_of
-from helpers.tiny import MASK_ID, SHAPE, tiny_gemma, tiny_sliding, tiny_target
+from helpers.tiny import MASK_ID, SHAPE, tiny_gemma, tiny_mixture, tiny_sliding, tiny_target
 
 CPU = torch.device("cpu")
 SLOTS, COLUMNS, LAYER_IDS = 5, 70, (0, 3, 5)
@@ -60,7 +61,7 @@ def assert_same(tensor: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, tiny_sliding])
+@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, tiny_sliding, tiny_mixture])
 @torch.inference_mode()
 def test_target_in_a_box(model: object, name: str) -> None:
     target = Target(model().eval(), LAYER_IDS)  # type: ignore[operator]
@@ -79,6 +80,37 @@ def test_target_in_a_box(model: object, name: str) -> None:
         assert_same(*(cache.layers[..., :-1, :] for cache in caches))
     assert caches[1].graphs is not None
     assert len(caches[1].graphs) == 1
+
+
+@pytest.mark.usefixtures("without_c")
+@torch.inference_mode()
+def test_padding_chooses_no_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in a second pass, of fewer tokens, whose box the first one has filled."""
+    chosen, by_groups = list[set[int]](), Mixture._by_groups
+
+    def recorded(mixture: Mixture, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
+        chosen.append(set(ids.tolist()))
+        return by_groups(mixture, x, ids, num_chosen)
+
+    monkeypatch.setattr(Mixture, "_by_groups", recorded)
+    target = Target(tiny_mixture(num_experts=64).eval(), LAYER_IDS)
+    plain = filled(target.new_cache(SLOTS, COLUMNS))
+    caches = plain, boxed(plain)
+    for sizes in ([8, 8, 8, 8], [1, 5, 2, 3]):
+        packing = Packing(sizes, [9, 1, 30, 4], CPU)
+        tokens = torch.randint(260, (sum(sizes),), generator=torch.Generator().manual_seed(0))
+        of_caches = []
+        for cache in caches:
+            chosen.clear()
+            target.score(
+                tokens,
+                cache.view(packing.rows, packing.columns, slice(0, 4), packing.length),
+                packing,
+                features=False,
+            )
+            of_caches.append(list(chosen))
+        assert of_caches[0] == of_caches[1]
+        assert len(of_caches[0]) == 5  # the first layer is dense
 
 
 @pytest.mark.usefixtures("in_c")

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from blockpilot.models.packing import Packing
 from blockpilot.models.states import StateCache
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from helpers.tiny import tiny_hybrid
+from helpers.tiny import tiny_hybrid, tiny_hybrid_mixture
 
 CPU = torch.device("cpu")
 LENGTH, SPARE = 80, 12
+MODELS = [tiny_hybrid, tiny_hybrid_mixture]
 
 
 def new_cache(target: Target, num_slots: int = 4) -> StateCache:
@@ -41,13 +43,16 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return [*path_to(parents[node - 1], parents), node] if node else [0]
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_tokens_of_chains_and_trees_are_those_of_their_texts(in_c: bool, dtype: torch.dtype) -> None:
+def test_tokens_of_chains_and_trees_are_those_of_their_texts(
+    in_c: bool, dtype: torch.dtype, model: Callable[[], Any]
+) -> None:
     """In C to the bit, beside a prompt's part; so are the states after accepted paths. By torch up to rounding."""
     if not in_c and dtype == torch.bfloat16:
         pytest.skip("rounds too much for a comparison")
-    target = Target(tiny_hybrid().eval().requires_grad_(False).to(dtype), ())
+    target = Target(model().eval().requires_grad_(False).to(dtype), ())
     assert target.exactness.startswith("bit for bit") == in_c
 
     def check(actual: Tensor, expected: Tensor) -> None:
@@ -99,9 +104,10 @@ def test_tokens_of_chains_and_trees_are_those_of_their_texts(in_c: bool, dtype: 
         assert not any(state.any() for state in states_of(cache, 0))
 
 
+@pytest.mark.parametrize("model", MODELS)
 @torch.inference_mode()
-def test_threads_and_neighbours_change_no_bit() -> None:
-    target = Target(tiny_hybrid().eval().requires_grad_(False), ())
+def test_threads_and_neighbours_change_no_bit(model: Callable[[], Any]) -> None:
+    target = Target(model().eval().requires_grad_(False), ())
     if not target.exactness.startswith("bit for bit"):
         pytest.skip("layers by torch")
     tokens, before, outputs = torch.randint(0, 256, (3, 40)), torch.get_num_threads(), []
@@ -115,10 +121,11 @@ def test_threads_and_neighbours_change_no_bit() -> None:
     assert all(hidden.equal(outputs[0]) for hidden in outputs)
 
 
+@pytest.mark.parametrize("new_model", MODELS)
 @torch.inference_mode()
-def test_recurrent_steps_of_transformers_give_the_same_logits(in_c: bool) -> None:
+def test_recurrent_steps_of_transformers_give_the_same_logits(in_c: bool, new_model: Callable[[], Any]) -> None:
     """Its rule for single tokens after a cached text, of 70 tokens by parts of 33: closer than its chunks."""
-    model = tiny_hybrid().eval().requires_grad_(False)
+    model = new_model().eval().requires_grad_(False)
     stock = copy.deepcopy(model)
     target = Target(model, ())
     tokens, cache, slots = torch.randint(0, 256, (2, 70)), new_cache(target), torch.arange(2)

@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
 )
 
 from blockpilot.drafts.dflash import DraftModel
@@ -40,7 +42,7 @@ from blockpilot.pairs.table import (
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_hybrid, tiny_target
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_hybrid, tiny_hybrid_mixture, tiny_target
 
 
 def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
@@ -108,7 +110,8 @@ def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(
         ValueError,
-        match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, qwen3_5, qwen3_5_text, gemma3_text",
+        match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, "
+        "qwen3_5_text, qwen3_5_moe_text, gemma3_text",
     ):
         load_pair(target=tmp_path, dtype="float32")
 
@@ -137,15 +140,22 @@ def test_a_gemma_that_computes_something_else_is_refused(change: dict[str, Any],
         check_network(config)
 
 
+@pytest.mark.parametrize(
+    ("text_model", "config_class", "model_class"),
+    [
+        (tiny_hybrid, Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+        (tiny_hybrid_mixture, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    ],
+)
 def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text_model: Any, config_class: Any, model_class: Any
 ) -> None:
     """Qwen3.5's checkpoints: its logits are those of the whole model for a text; the log says what is left out."""
-    text = tiny_hybrid().config.to_dict()
+    text = text_model().config.to_dict()
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=True)
     torch.manual_seed(0)
-    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole = model_class(config).eval()
     whole.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with caplog.at_level("INFO"):

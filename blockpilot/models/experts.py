@@ -1,0 +1,69 @@
+"""Mixtures of experts by torch, on any device: an expert multiplies all of its tokens at once.
+
+Shapes do not depend on the choice of experts, and the host does not wait for it, so CUDA graphs can hold the layers.
+Where torch's grouped product is one product after the other (GPUs before Hopper, types other than bfloat16), few
+tokens multiply copies of the experts that they choose. native_experts.py is the version in C.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockpilot.models.graphs import MOST_TOKENS
+from blockpilot.models.kernels import prepared_experts
+
+MOST_COPIED = 2**30  # bytes of experts
+
+
+class Mixture:
+    """Router and experts of a Qwen3MoeSparseMoeBlock or Qwen3_5MoeSparseMoeBlock, without its shared expert."""
+
+    def __init__(self, block: Any) -> None:
+        self.prepared = prepared_experts(block)
+        """The experts in C, in place of the block's own; None without C."""
+        self._router, self._experts = block.gate, block.experts
+        router = block.gate.weight
+        self._indices, self._most_copied = torch.arange(len(router), device=router.device), 0
+        if self.prepared is None and not _has_grouped_kernel(router):
+            of_expert = sum(weight[0].nbytes for weight in (block.experts.gate_up_proj, block.experts.down_proj))
+            self._most_copied = max(1, MOST_COPIED // (block.gate.top_k * of_expert))
+        self.most_captured = min(self._most_copied or MOST_TOKENS, MOST_TOKENS)
+        """Maximum number of tokens of a CUDA graph."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Sum of the chosen experts' outputs by their weights, [N, hidden] -> [N, hidden]."""
+        _, weights, ids = self._router(x)
+        if self.prepared is not None:
+            mixed: Tensor = self.prepared(x, ids, weights)
+            return mixed
+        run = self._by_copies if len(x) <= self._most_copied else self._by_groups
+        outputs = run(x, ids.flatten(), ids.shape[1])
+        return torch.bmm(weights[:, None], outputs.unflatten(0, ids.shape))[:, 0]
+
+    def _by_groups(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
+        """Outputs [N * k, hidden] of the experts ids [N * k] for tokens x [N, hidden], k experts each."""
+        sorted_ids, order = ids.sort()
+        ends = torch.searchsorted(sorted_ids, self._indices, right=True, out_int32=True)  # of the experts' rows
+        gate_up = functional.grouped_mm(x[order // num_chosen], self._experts.gate_up_proj.mT, offs=ends)
+        outputs = functional.grouped_mm(_gated(gate_up), self._experts.down_proj.mT, offs=ends)
+        return torch.empty_like(outputs).index_copy_(0, order, outputs)
+
+    def _by_copies(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
+        """As `_by_groups`, each row by its copy of the expert."""
+        rows = x.repeat_interleave(num_chosen, dim=0)[..., None]
+        gated = _gated(torch.bmm(self._experts.gate_up_proj[ids], rows)[..., 0])
+        return torch.bmm(self._experts.down_proj[ids], gated[..., None])[..., 0]
+
+
+def _has_grouped_kernel(weight: Tensor) -> bool:
+    """Grouped products on the weight's device need nothing from the host."""
+    if weight.device.type != "cuda":
+        return True
+    return weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up

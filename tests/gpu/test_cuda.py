@@ -18,7 +18,9 @@ from blockpilot.types import PairId, Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, run, text_of
 from helpers.policies import tiny_policy
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_hybrid, tiny_mixture, tiny_sliding, tiny_target
-from jobs.bench.gpu_step import TINY, Failures, check_texts, random_pair
+from jobs.bench.gpu_models import FAMILIES as RANDOM
+from jobs.bench.gpu_models import TINY, random_pair
+from jobs.bench.gpu_step import Failures, check_texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CUDA = torch.device("cuda")
@@ -76,11 +78,11 @@ def test_hidden_states_are_those_of_transformers(family: str, in_graphs: bool) -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_texts_are_those_of_one_token_at_a_time(family: str, temperature: float) -> None:
     """Chains and trees in a batch, by graphs, with the prefix cache: `jobs/bench/gpu_step.py --check`."""
     failures = Failures()
-    pair = random_pair(FAMILIES[family], CUDA, torch.float32, num_layers=2, block_size=8)
+    pair = random_pair(RANDOM[family].new, CUDA, torch.float32, num_layers=2, block_size=8)
     check_texts(pair, family, temperature, ["graph"], failures)
     assert failures.names == []
 

@@ -4,7 +4,6 @@ import os
 import secrets
 import subprocess
 import sys
-from importlib.util import find_spec
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -17,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 import torch
+from hypothesis import settings
 
 from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.native import library
@@ -35,19 +36,8 @@ from helpers.tiny import (
     tiny_target,
 )
 
-GPU_TESTS = Path(__file__).parent / "gpu"
-
-if find_spec("hypothesis"):
-    from hypothesis import settings
-
-    settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
-    settings.load_profile("blockpilot")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m gpu` collects the tests for GPUs alone: they need neither Ray nor MLflow, nor what other tests import."""
-    is_for_gpus = GPU_TESTS in (collection_path, *collection_path.parents) or collection_path in GPU_TESTS.parents
-    return True if config.getoption("markexpr") == "gpu" and not is_for_gpus else None
+settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("blockpilot")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -89,8 +79,7 @@ def in_c(request: pytest.FixtureRequest) -> bool:
 def _no_ray_is_left() -> Iterator[None]:
     """A test that joined a cluster in this process leaves it, so that the next can tell whether it started one."""
     yield
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

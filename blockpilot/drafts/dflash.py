@@ -8,7 +8,7 @@ all of the context, which ends strictly before the anchor. Sliding-window layers
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -269,32 +269,20 @@ class DraftModel(Draft):
 
         distance [R, W, keys] is query position minus key position.
         """
-        masks = {kind: kind.narrowed(visible, distance) for kind in self.layer_kinds}
-        return [masks[kind] for kind in self.layer_kinds]
+        masks: dict[tuple[bool, int | None], Tensor] = {}
+        kinds = [self._layer_kind(i) for i in range(len(self.layers))]
+        for causal, window in set(kinds):
+            mask = visible & (distance >= 0) if causal else visible.expand(distance.shape)
+            if window is not None:
+                mask = mask & (distance < window) & (distance > -window)
+            masks[causal, window] = mask[:, None]
+        return [masks[kind] for kind in kinds]
 
-    @property
-    def layer_kinds(self) -> list["DraftLayerKind"]:
-        """Of every layer; sliding-window layers are causal unless the checkpoint says otherwise."""
-        kinds, causal = list[DraftLayerKind](), self.options.causal
-        for name in (self.config.layer_types or [])[: len(self.layers)]:
-            sliding = name == "sliding_attention"
-            window = self.config.sliding_window if sliding else None
-            kinds.append(DraftLayerKind(sliding if causal is None else causal, window))
-        return kinds
-
-
-class DraftLayerKind(NamedTuple):
-    """What a layer's attention sees: of a causal one no later tokens, and with a window only tokens in it."""
-
-    causal: bool
-    window: int | None
-
-    def narrowed(self, visible: Tensor, distance: Tensor) -> Tensor:
-        """Mask [R, 1, W, keys], as `DraftModel.layer_masks` has its arguments."""
-        mask = visible & (distance >= 0) if self.causal else visible.expand(distance.shape)
-        if self.window is not None:
-            mask = mask & (distance < self.window) & (distance > -self.window)
-        return mask[:, None]
+    def _layer_kind(self, layer_idx: int) -> tuple[bool, int | None]:
+        """(causal, window) of a layer; sliding-window layers are causal unless the checkpoint says otherwise."""
+        sliding = (self.config.layer_types or [])[layer_idx] == "sliding_attention"
+        causal = self.options.causal
+        return sliding if causal is None else causal, self.config.sliding_window if sliding else None
 
 
 def _convolution(config: Qwen3Config, options: DraftOptions) -> BlockConvolution | None:

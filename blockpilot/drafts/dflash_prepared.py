@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from blockpilot.device import sent, tensor_on
 from blockpilot.drafts.base import Asked, Choose, PreparedDraft
 from blockpilot.drafts.choices import Linked
-from blockpilot.drafts.dflash import DraftLayer, DraftLayerKind, DraftModel, through
+from blockpilot.drafts.dflash import DraftLayer, DraftModel, through
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
-from blockpilot.models.graphs import Box, BoxPlaces, SeenColumns
+from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
@@ -118,9 +118,7 @@ class CachedDFlash:
         self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
         queries, ends = (each.view(box.rows, box.width) for each in (places.positions, places.ends))
-        seen = box.seen(places)
-        assert seen is not None
-        masks = self._masks(packing, queries, ends[:, 0], box.length, seen._replace(follows=None))
+        masks = self._masks(packing, queries, ends[:, 0], box.length)
         offsets = torch.arange(box.width, device=hidden.device).repeat(box.rows)
         return (self._through(hidden, table.at(places.positions), cache, masks, offsets),)
 
@@ -132,23 +130,12 @@ class CachedDFlash:
             return self._layers.of_blocks(hidden, rotary, cache, masks, offsets)
         return self._layers(hidden, [rotary] * len(masks), cache, masks, ())[0]
 
-    def _masks(
-        self, packing: Packing, queries: Tensor, ends: Tensor, length: int, seen: SeenColumns | None = None
-    ) -> list[list[Mask]]:
-        """Every layer's, for queries at positions [R, W] of blocks that end before columns [R].
-
-        seen: in a box, the columns of layers that see whole blocks.
-        """
-
-        def visible(kind: DraftLayerKind) -> Tensor:
-            columns = torch.arange(length, device=queries.device)
-            return kind.narrowed(columns < ends[:, None, None], queries[:, :, None] - columns)
-
-        masks, kinds = dict[DraftLayerKind, list[Mask]](), self.draft.layer_kinds
-        for kind in set(kinds):
-            of_kind = seen if kind == DraftLayerKind(causal=False, window=None) else None
-            masks[kind] = [Mask(packing, partial(visible, kind), self._groups, self.draft.dtype, of_kind)]
-        return [masks[kind] for kind in kinds]
+    def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:
+        """Every layer's, for queries at positions [R, W] of blocks that end before columns [R]."""
+        columns = torch.arange(length, device=queries.device)
+        masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
+        of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
+        return [of_kind[id(mask)] for mask in masks]
 
 
 class PreparedDFlash(PreparedDraft):
@@ -177,27 +164,27 @@ class PreparedDFlash(PreparedDraft):
         return self._decoder.extend(features, index[packing.rows], packing.positions, cache)
 
     def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
+        anchors = tensor_on(cache.layers.device, asked.anchors)
+        ends = list(accumulate(asked.depths))
         rows = [row for row, depth in enumerate(asked.depths) for _ in range(depth)]
         inside = (i for depth in asked.depths for i in range(1, depth + 1))
         positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
-        hidden = self._run(asked, cache)
+        hidden = self._run(asked, anchors, cache)
         found = choose(hidden, rows, positions)
         if self.head.edges is None:
             return found
-        before, ends = found.tokens.roll(1, dims=0), accumulate(asked.depths)
-        first = [end - depth for end, depth in zip(ends, asked.depths, strict=True)]
-        first_index, anchors = tensor_on(before.device, [first, asked.anchors])
-        before[first_index] = anchors[:, None]
+        before = found.tokens.roll(1, dims=0)
+        first = tensor_on(anchors.device, [end - depth for end, depth in zip(ends, asked.depths, strict=True)])
+        before[first] = anchors[:, None]
         return self.head.edges.link(found, hidden, before, [asked.sampling[row] for row in rows], asked.num)
 
-    def _run(self, asked: Asked, cache: SlotCache) -> Tensor:
+    def _run(self, asked: Asked, anchors: Tensor, cache: SlotCache) -> Tensor:
         """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
-        device, from_anchor = cache.layers.device, self._decoder.draft.options.sample_from_anchor
-        blocks = Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, device)
-        tokens = torch.full((blocks.num_tokens,), self._decoder.mask_token_id)
-        tokens[blocks.firsts] = torch.tensor(asked.anchors)
-        view = cache.view_of(blocks, read_slots(asked.slots))
-        found = self._decoder.propose(self._embed(sent(tokens, device)), blocks, view)
-        if from_anchor:
-            return found
-        return found[1:] if len(blocks.sizes) == 1 else found[blocks.after_first]
+        slots, from_anchor = asked.slots, self._decoder.draft.options.sample_from_anchor
+        blocks = Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, anchors.device)
+        rows = read_slots(slots)
+        index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
+        view = cache.view(index, blocks.columns, rows, blocks.length)
+        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._decoder.mask_token_id)
+        found = self._decoder.propose(self._embed(tokens), blocks, view)
+        return found if from_anchor else found[blocks.after_first]

@@ -69,22 +69,17 @@ class Drafter:
         paths [R] are the accepted paths of blocks, chosen [M] the target's choices.
         """
         final, following = batch.final(paths), batch.following(chosen)
-        # One gather for all rows, as one per row would be a GPU kernel each; none if they are most of the batch, in
-        # order: a view keeps all of it in memory.
-        indices = list(chain.from_iterable(final.values()))
-        if 2 * len(indices) >= len(features) and indices == list(range(indices[0], indices[0] + len(indices))):
-            final_features = features[indices[0] : indices[0] + len(indices)]
-        else:
-            final_features = features[tensor_on(features.device, indices)]
+        # One gather for all rows: one per row would be a GPU kernel each.
+        final_features = features[tensor_on(features.device, list(chain.from_iterable(final.values())))]
         by_row = final_features.split(list(map(len, final.values())))
         for (row, indices), row_features in zip(final.items(), by_row, strict=True):
             row.features.append(row_features)
             row.following += [following[index] for index in indices]
 
-    def keep_up(self, rows: Sequence[Row], slots: Sequence[int], *, with_contexts: bool = False) -> dict[Row, Tensor]:
+    def keep_up(self, rows: Sequence[Row], slots: Sequence[int]) -> dict[Row, Tensor]:
         """Add the pending tokens of rows [R] in these slots to the draft's cache.
 
-        with_contexts: returns the context vector [hidden] of the last token of each row that had pending tokens.
+        Returns the context vector [hidden] of the last token of each row that had pending tokens.
         """
         # 1. Pending tokens of all rows side by side, each from the end of its cached tokens on.
         pending, pending_slots, sizes, starts = list[Row](), list[int](), list[int](), list[int]()
@@ -101,14 +96,11 @@ class Drafter:
             return {}
         # 2. One pass of the draft's context projection.
         packing = Packing(sizes, starts, features[0].device)
-        pending_features = features[0] if len(features) == 1 else torch.cat(features)
-        vectors = self._draft.keep_up(pending_features, following, pending_slots, packing, self.cache)
+        vectors = self._draft.keep_up(torch.cat(features), following, pending_slots, packing, self.cache)
         # 3. Nothing is pending any more; a policy may read the last token's context vector.
         for row, size in zip(pending, sizes, strict=True):
             row.num_drafted_from += size
             row.features, row.following = [], []
-        if not with_contexts:
-            return {}
         last = np.cumsum(sizes) - 1
         return dict(zip(pending, vectors[tensor_on(vectors.device, last.tolist())], strict=True))
 

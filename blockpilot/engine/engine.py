@@ -216,7 +216,7 @@ class Engine:
         draft's context, None if no row may draft.
         """
         packing, rows = batch.packing, batch.rows
-        view = self._cache.view_of(packing, slice(0, len(rows)))
+        view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         scored = self._target.score(batch.tokens, view, packing, features=any(row.can_draft for row in rows))
         for row, span in batch.prompts:
             row.note_prompt(self._target.logits, scored.hidden[span])
@@ -268,7 +268,7 @@ class Engine:
         for slot, row in enumerate(batch.rows):
             if slot >= first_prompt or len(row.following) >= MAX_PENDING:
                 due[slot] = row
-        return self._drafter.keep_up(list(due.values()), list(due), with_contexts=bool(batch.ends))
+        return self._drafter.keep_up(list(due.values()), list(due))
 
     def _keep_prefixes(self, steps: Sequence[Step]) -> None:
         if self._prefixes.num_bytes:

@@ -10,7 +10,6 @@ Active slots are dense (0 .. n-1): the last one moves into a free one, so a forw
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -81,16 +80,7 @@ class SlotCache:
         rows: the slots that are read, on the host if it has them, up to column `length`, one past the largest (a
         parameter, so that nothing waits for the device).
         """
-        return SlotView(self, lambda: (slots, columns), rows, length)
-
-    def view_of(self, packing: Packing, rows: "slice | Tensor") -> "SlotView":
-        """View for the pass of a packing, whose rows lie in these slots, those of `read_slots`."""
-
-        def indices() -> tuple[Tensor, Tensor]:
-            slots = packing.rows if isinstance(rows, slice) else sent(rows, self.layers.device)[packing.rows]
-            return slots, packing.columns
-
-        return SlotView(self, indices, rows, packing.length)
+        return SlotView(self, slots, columns, rows, length)
 
     def accept(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Make the accepted paths [R] of the last pass's blocks final: their tokens move to their columns.
@@ -151,12 +141,12 @@ InBox = Callable[[Tensor, Box, BoxPlaces, Packing, "SlotView"], tuple[Tensor, ..
 class SlotView:
     """Cache view of one pass: attention layers store the pass's keys and values, and read `length` columns."""
 
-    def __init__(
-        self, cache: SlotCache, indices: Callable[[], tuple[Tensor, Tensor]], rows: "slice | Tensor", length: int
-    ) -> None:
+    def __init__(self, cache: SlotCache, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> None:
         self.length = length
         self.cache = cache
-        self._indices, self._host_rows = indices, rows
+        self._token_indices = slots, columns
+        self._rows = rows if isinstance(rows, slice) else sent(rows, cache.layers.device)
+        self._host_rows = rows
 
     @property
     def host_slots(self) -> Sequence[int] | None:
@@ -185,15 +175,10 @@ class SlotView:
         """Keys and values of the entire cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
         return self.cache.layers
 
-    @cached_property
+    @property
     def token_indices(self) -> tuple[Tensor, Tensor]:
-        """Slot and column of every token, both [N]; sent to the device if a pass reads them, which graphs do not."""
-        return self._indices()
-
-    @cached_property
-    def _rows(self) -> "slice | Tensor":
-        rows = self._host_rows
-        return rows if isinstance(rows, slice) else sent(rows, self.layers.device)
+        """Slot and column of every token, both [N]."""
+        return self._token_indices
 
     @property
     def row_slots(self) -> Tensor:
@@ -202,7 +187,7 @@ class SlotView:
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""
-        self.cache.by_token[layer_idx].index_put_(self.token_indices, new)
+        self.cache.by_token[layer_idx].index_put_(self._token_indices, new)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_dim]."""
@@ -223,18 +208,14 @@ class SlotView:
         box = Box.around(packing, slots, self.layers.shape[2], num_columns)
         if box is None or box.rows * box.width > most:
             return None
+        cache, device = self.cache.bare(), hidden.device
 
-        def new_function() -> Callable[[Tensor, BoxPlaces], tuple[Tensor, ...]]:
-            return partial(_in_box, layers, box, self.cache.bare())
+        def in_box(boxed: Tensor, places: BoxPlaces) -> tuple[Tensor, ...]:
+            view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
+            # A copy: layers add to the hidden states in place, and those of the box are the graph's static input.
+            return layers(boxed.clone(), box, places, box.packing(device), view)
 
-        return graphs.of_box((key, box), new_function, hidden, box, box.places(packing, slots, num_columns))
-
-
-def _in_box(layers: InBox, box: Box, cache: SlotCache, boxed: Tensor, places: BoxPlaces) -> tuple[Tensor, ...]:
-    device = boxed.device
-    view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
-    # A copy: layers add to the hidden states in place, and those of the box are the graph's static input.
-    return layers(boxed.clone(), box, places, box.packing(device), view)
+        return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))
 
 
 def read_slots(slots: Sequence[int]) -> "slice | Tensor":

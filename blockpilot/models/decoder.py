@@ -119,8 +119,7 @@ class Decoder:
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
         def masks_of(window: int | None) -> list[Mask]:
-            visible = partial(box.visible, places, window)
-            return [Mask(packing, visible, self._groups, hidden.dtype, box.seen(places, window))]
+            return [Mask(packing, box.visible(places, window), self._groups, hidden.dtype)]
 
         return self._run(hidden, tables, places.positions, cache, masks_of, feature_layers)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockpilot.device import sent
 from blockpilot.models.packing import Packing, within
 
 MOST_WIDTH, MOST_TOKENS = 32, 512  # maxima of a box
@@ -32,18 +33,6 @@ class BoxPlaces(NamedTuple):
     """The column of the row's first token."""
     ends: Tensor
     """One past the column of the row's last token."""
-
-
-class SeenColumns(NamedTuple):
-    """What the tokens [R * W] of a box see: all columns before their row's end or, with `follows`, fewer."""
-
-    follows: Tensor | None
-    starts: Tensor
-    ends: Tensor
-    """As in `BoxPlaces`."""
-    rows: int
-    length: int
-    """Of the box."""
 
 
 class Box(NamedTuple):
@@ -77,12 +66,10 @@ class Box(NamedTuple):
         firsts[row_slots, 0] = packing.firsts
         offsets = np.arange(self.width)
         # Of a chain a token's depth is its offset, and it sees all before it: bits 0 .. offset.
-        depths, follows = offsets, (2 << offsets) - 1
-        if packing.parents:
-            depths, follows = (np.tile(numbers, (self.rows, 1)) for numbers in (depths, follows))
-            for slot, row_depths, parents in zip(slots, packing.depths, packing.parents, strict=False):
-                depths[slot, : len(row_depths)] = row_depths
-                follows[slot, : len(row_depths)] = _followed_bits(parents)
+        depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
+        for slot, row_depths, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
+            depths[slot, : len(row_depths)] = row_depths
+            follows[slot, : len(row_depths)] = _followed_bits(parents)
         is_token, numbers = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
         # Padding is stored in the last column, and sees the first token only: a finite number.
         numbers[0] = np.where(is_token, starts + offsets, num_columns - 1)
@@ -96,13 +83,7 @@ class Box(NamedTuple):
 
     def slots(self, device: torch.device) -> Tensor:
         """The slot of every token or padding, [R * W]."""
-        return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten().contiguous()
-
-    def seen(self, places: BoxPlaces, window: int | None = None) -> SeenColumns | None:
-        """`visible` as its bits and bounds; None if the window hides columns."""
-        if window is not None and self.length > window:
-            return None
-        return SeenColumns(places.follows, places.starts, places.ends, self.rows, self.length)
+        return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten()
 
     def visible(self, places: BoxPlaces, window: int | None = None) -> Tensor:
         """Mask [R, 1, W, length] of visible columns: those before the row, and of the token and its ancestors.
@@ -176,25 +157,21 @@ class Graphs:
     def of_box(
         self,
         key: Hashable,
-        new_function: Callable[[], Callable[[Tensor, BoxPlaces], tuple[Tensor, ...]]],
+        function: Callable[[Tensor, BoxPlaces], tuple[Tensor, ...]],
         hidden: Tensor,
         box: Box,
         places: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Outputs [N, ...] for tokens [N, hidden], of a function of a box's hidden states [R * W, hidden].
-
-        new_function: makes the function when it is captured.
-        """
+        """Outputs [N, ...] for tokens [N, hidden], of a function of a box's hidden states [R * W, hidden]."""
         num = len(hidden)
         captured = self._captured.get(key)
         if captured is None:
             boxed = hidden.new_zeros(box.rows * box.width, hidden.shape[1])
             numbers = torch.zeros(places.shape, dtype=torch.int64, device=hidden.device)
-            function = new_function()
             captured = Captured(lambda states, rows: function(states, BoxPlaces(*rows[:5])), (boxed, numbers))
             self._captured[key] = captured
         boxed, numbers = captured.inputs
-        numbers.copy_(places.pin_memory() if numbers.is_cuda else places, non_blocking=True)
+        numbers.copy_(sent(places, numbers.device))
         indices = numbers[5, :num]
         torch.index_select(hidden, 0, numbers[6], out=boxed)
         # Copies: the next run of the graph overwrites its outputs.
@@ -218,8 +195,7 @@ class Graphs:
             captured = self._captured[key, size] = Captured(function, static_inputs)
         for static, (values, fill) in zip(captured.inputs, inputs, strict=True):
             static[:num] = values
-            if num < size:
-                static[num:] = fill
+            static[num:] = fill
         return tuple(output[:num].clone() for output in captured.run(self._memory))
 
 

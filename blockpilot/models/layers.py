@@ -4,7 +4,7 @@ They compute the same as the model, from the same weights, in few calls: queries
 product, gate and up from another; one call a layer stores keys and values. native_layers.py is the version in C.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
 from blockpilot.models.experts import Mixture
-from blockpilot.models.graphs import MOST_TOKENS, SeenColumns
+from blockpilot.models.graphs import MOST_TOKENS
 from blockpilot.models.kernels import Product, prepared
 from blockpilot.models.packing import Packing, folded
 from blockpilot.native.products import INPUTS, Padding
@@ -77,24 +77,11 @@ class RotaryTable:
 
 
 class Mask:
-    """Attention mask of a packing, and `seen`, the same for kernels that need none, if it is the mask of a box."""
+    """Attention mask of a packing: visible [R, 1, width, length] are the columns that each token sees."""
 
-    def __init__(
-        self,
-        packing: Packing,
-        visible: Tensor | Callable[[], Tensor],
-        groups: int,
-        dtype: torch.dtype,
-        seen: SeenColumns | None = None,
-    ) -> None:
-        self.packing, self.seen = packing, seen
-        self._visible, self._groups, self._dtype = visible, groups, dtype
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """[R, 1, width, length]: the columns that each token sees."""
-        visible = self._visible if isinstance(self._visible, Tensor) else self._visible()
-        return visible.contiguous()
+    def __init__(self, packing: Packing, visible: Tensor, groups: int, dtype: torch.dtype) -> None:
+        self.packing, self.visible = packing, visible.contiguous()
+        self._groups, self._dtype = groups, dtype
 
     @cached_property
     def bias(self) -> Tensor:
@@ -236,7 +223,7 @@ class DecoderLayers:
             x = first_input if i == 0 else None
             x = self._add_norm(hidden, delta, layer.before) if x is None else x
             attended = self._normed(self._attend(i, x, rotaries[i], cache, masks[i]), layer.of_attended)
-            delta = self._normed(self._mlp(layer, self._add_norm(hidden, attended, layer.after)), layer.of_mlp)
+            delta = self._normed(layer.mlp(self._add_norm(hidden, attended, layer.after)), layer.of_mlp)
             if i in feature_layers:
                 after[i] = hidden + delta
         normed = self._add_norm(hidden, delta, self._norm)
@@ -267,9 +254,6 @@ class DecoderLayers:
         torch.addcmul(rotated * rotary.cosines, rotated.roll(self._dim // 2, -1), rotary.sines, out=rotated)
         cache.store(keys_values.unflatten(1, (2, num_kv)), index)
         return heads[:, : -2 * num_kv]
-
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        return layer.mlp(x)
 
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden`, both [N, hidden], in place; returns the sum's RMSNorm."""

@@ -7,7 +7,6 @@ to multiples of C's vectors. Without a compiler or an x86-64 CPU with AVX2, torc
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p, pointer
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.kernels import Product
-from blockpilot.models.layers import DecoderLayers, LayerForm, LayerWeights, Mask, Rotary, half_heads
+from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, half_heads
 from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
 from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Linear, Padding
@@ -25,22 +24,12 @@ QUERIES = 16  # as in layers.c
 
 
 def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:
-    """Layers of a model and the norm after them: in C on a CPU or in Triton on a GPU if possible, else by torch."""
+    """Layers of a model and the norm after them: in C if possible, else by torch."""
     layers = [LayerWeights(module, config) for module in modules]
     library = library_for(norm.dtype, norm.device)
     if library is None or not all(_is_packed(layer) for layer in layers):
-        return _layers_by_torch(layers, norm, config)
-    return NativeLayers(library, layers, norm, config)
-
-
-def _layers_by_torch(layers: Sequence[LayerWeights], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:
-    """With kernels in Triton on a GPU, for layers that they compute."""
-    form = LayerForm.of(config)
-    if norm.device.type != "cuda" or form.gelu or form.from_one or find_spec("triton") is None:
         return DecoderLayers(layers, norm, config)
-    from blockpilot.models.fused_layers import FusedLayers  # torch's builds for CPUs have no Triton
-
-    return FusedLayers(layers, norm, config)
+    return NativeLayers(library, layers, norm, config)
 
 
 def _is_packed(layer: LayerWeights) -> bool:

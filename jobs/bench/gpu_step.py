@@ -145,7 +145,7 @@ def passes_ms(engine: Engine, size: int, row_sampling: Sampling) -> tuple[float,
 
     def target() -> None:
         packing = Packing([size] * len(rows), starts, device, cut=len(rows))
-        view = engine._cache.view_of(packing, slice(0, len(rows)))
+        view = engine._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         hidden = engine._target.score(tokens, view, packing, features=True).hidden
         keyed_sample(engine._target.logits(hidden), positions, sampling, graphs=graphs)
 

@@ -221,3 +221,14 @@ def test_a_policy_out_of_range_is_an_error(tiny_pair: Pair) -> None:
 
 def test_public_names() -> None:
     assert all(hasattr(bp, name) for name in bp.__all__)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_emits_the_text_of_one_token_at_a_time(tiny_pair_dirs: tuple[str, str]) -> None:
+    pair = bp.load_pair(target=str(tiny_pair_dirs[0]), draft=str(tiny_pair_dirs[1]), device="cuda", dtype="float32")
+    texts = {
+        text_of(list(generate(pair, PROMPT, block_size=b, max_new_tokens=40, temperature=1.0, stop_token_ids=NEVER)))
+        for b in (1, 2, 4, 8)
+    }
+    assert len(texts) == 1

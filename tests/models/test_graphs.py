@@ -17,7 +17,7 @@ from blockpilot.models.experts import Mixture
 from blockpilot.models.graphs import Box, Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
-from blockpilot.pairs.loading import Pair
+from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Layout, Request, Sampling
 from helpers.controllers import Watched
 from helpers.engines import run, text_of
@@ -174,6 +174,16 @@ def test_a_controller_hears_of_new_graphs(tiny_pair: Pair) -> None:
     assert captured[0][0]
     assert len(captured[0]) > 2
     assert not any(captured[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cuda_graphs_emit_the_same_text(tiny_pair_dirs: tuple[str, str], temperature: float) -> None:
+    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tiny_pair_dirs[1]), device="cuda", dtype="float32")
+    graphs = Graphs(torch.device("cuda"))
+    assert texts(pair, temperature, graphs) == texts(pair, temperature, None)
+    assert len(graphs) > 4
 
 
 def texts(pair: Pair, temperature: float, graphs: Graphs | None) -> list[tuple[int, ...]]:

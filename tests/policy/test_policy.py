@@ -180,6 +180,15 @@ def test_values_that_cannot_be_are_refused(message: str) -> None:
         REFUSED[message]()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_policy_follows_its_input_to_the_gpu() -> None:
+    prefill, policy = random_prefill(0), random_policy()
+    on_cpu = policy(prefill)
+    assert policy(prefill._replace(logits=prefill.logits.cuda())) == on_cpu
+    assert policy.network.rows.is_cuda
+
+
 # --- which pair ---
 
 

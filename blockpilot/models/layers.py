@@ -192,6 +192,8 @@ class DecoderLayers:
         self._dim, self._form = head_dim(config), LayerForm.of(config)
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         self.most_captured = min((mixture.most_captured for mixture in mixtures), default=MOST_TOKENS)
+        if mixtures and norm.is_cuda:
+            self.most_captured = 0  # graphs of mixtures have only run uncaptured so far, on a CPU
         """Maximum number of tokens of a CUDA graph; 0 for none."""
 
     def __len__(self) -> int:

@@ -1,16 +1,17 @@
 """Comparison of this engine with alternatives on a CPU: transformers, llama.cpp and vLLM's CPU build.
 
 Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads.
-vLLM uses the same draft, or lookup. This engine decodes with fixed block sizes, and by the untrained choice (which
-includes lookup), with and without the draft. Peers are interleaved batch by batch; each runs in a separate process
-that loads once and is suspended while others work. A row shows tokens per second, including the prefill, and the
-median over batches of the ratio to the first row.
+vLLM uses the same draft (without a selector over the draft's own vocabulary, which it cannot read), or lookup. This
+engine decodes with fixed block sizes, and by the untrained choice (which includes lookup), also without the draft.
+Peers are interleaved batch by batch; each runs in a separate process that loads once and is suspended while others
+work. A row shows tokens per second, including the prefill, and the median over batches of the ratio to the first row.
 
     python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
 
 How to install vLLM and llama.cpp, each outside this environment: docs/results.md.
 """
 
+import copy
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from blockpilot.device import device_name
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft
 from blockpilot.evaluation.tables import markdown
 from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.prompts.files import load_prompts
@@ -109,7 +112,8 @@ def peers(config: PeersConfig) -> list[Peer]:
     chosen: dict[str, dict[str, Any]] = {"choice": {"chooses": True}, "lookup": {"chooses": True, "draft": None}}
     kinds = [("blockpilot", this_python, fixed | chosen), ("transformers", this_python, plain)]
     if config.vllm_python is not None:
-        kinds.append(("vllm", config.vllm_python, _vllm(config, shared["draft"])))
+        draft_of_vllm = without_selector(Path(shared["draft"]), config.output / "draft-without-selector")
+        kinds.append(("vllm", config.vllm_python, _vllm(config, str(draft_of_vllm))))
     all_peers = [
         Peer(f"{kind}, {name}", python, shared | {"peer": kind} | drafts)
         for kind, python, by_name in kinds
@@ -119,6 +123,21 @@ def peers(config: PeersConfig) -> list[Peer]:
         program = {"peer": "llama.cpp", "program": str(config.llama_bench), "target": str(config.gguf)}
         all_peers.append(Peer("llama.cpp, plain", this_python, shared | program))
     return all_peers
+
+
+def without_selector(draft: Path, folder: Path) -> Path:
+    """A DFlash draft without a candidate selector over the draft's own vocabulary, written to `folder`; the draft
+    itself if it has none.
+    """
+    model = load_draft(draft)
+    if model.candidate_selector is None or model.vocabulary is None or model.options.conv_kernel_size:
+        return draft
+    config = copy.deepcopy(model.config)
+    config.dflash_config = {k: v for k, v in config.dflash_config.items() if not k.startswith("selector_")}
+    plain = DraftModel(config)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    save_draft(plain, folder)
+    return folder
 
 
 def _vllm(config: PeersConfig, draft: str) -> dict[str, dict[str, Any]]:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from blockpilot.drafts.dflash_checkpoint import load_draft
+from blockpilot.pairs.checkpoints import find_draft
+from blockpilot.pairs.table import EMBEDDED_DRAFT
 from helpers.patience import patient
-from jobs.bench.peers import DecodedBatch, Peer, PeersConfig, peers, run, running, table
+from jobs.bench.peers import DecodedBatch, Peer, PeersConfig, peers, run, running, table, without_selector
 from jobs.common.config import PairConfig
 
 
@@ -73,6 +76,16 @@ def test_vllm_drafts_as_many_tokens(config: PeersConfig, tmp_path: Path) -> None
         **{"transformers, plain": 0, "vllm, plain": 0, "vllm, B=3": 2},
         **{"vllm, ngram": 5, "vllm, suffix": 32, "vllm, export": 3, "llama.cpp, plain": 0},
     }
+
+
+def test_vllm_drafts_without_a_selector_that_it_cannot_read(tmp_path: Path) -> None:
+    """The embedded draft's selector is over the draft's own vocabulary."""
+    embedded = find_draft(EMBEDDED_DRAFT).directory
+    plain = load_draft(without_selector(embedded, tmp_path / "plain"))
+    assert plain.edges is None
+    expected = load_draft(embedded).state_dict()
+    assert all(weight.equal(expected[name]) for name, weight in plain.state_dict().items())
+    assert without_selector(tmp_path / "plain", tmp_path / "other") == tmp_path / "plain"
 
 
 def num_drafted(peer: Peer) -> int:

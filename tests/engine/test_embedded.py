@@ -32,12 +32,12 @@ def encode(pair: Pair, question: str) -> tuple[int, ...]:
 def test_float32_texts_are_the_stock_models(embedded_pair: Pair, temperature: float) -> None:
     """By chains and trees in one batch; more of a tree is accepted than of a chain."""
     prompt, sampling = encode(embedded_pair, "Why is the sky blue?"), Sampling(temperature, seed=7)
-    expected = plain_text(embedded_pair, prompt, 18, sampling)
-    requests = [Request(prompt, 18, sampling, size, NEVER, layout=layout) for size, layout in BLOCKS]
+    expected = plain_text(embedded_pair, prompt, 40, sampling)
+    requests = [Request(prompt, 40, sampling, size, NEVER, layout=layout) for size, layout in BLOCKS]
     answers = run(Engine(embedded_pair, num_slots=4, max_length=128), requests)
     assert [text_of(steps) for steps in answers] == [expected] * 4
     num_steps = [len(steps) for steps in answers]
-    assert num_steps[3] < num_steps[1] < 18
+    assert num_steps[3] < num_steps[1] < 40
     assert any(not step.tree.is_chain for step in answers[3])
 
 

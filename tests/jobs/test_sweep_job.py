@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -413,26 +412,6 @@ def test_neither_kills_nor_a_full_disk_nor_a_fatal_prompt_cost_other_prompts(
 
 def counts(row: SweepRow) -> object:
     return row.prompt_id, row.output_tokens, row.emitted_histograms
-
-
-@pytest.mark.ray
-def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": free_ports()[0]})
-    try:
-        node = cluster.add_node(num_cpus=1)
-        job = sweep_job(config, address=cluster.address)
-        job.wait_for(lambda: parts(config))
-        raylet = node.all_processes["raylet"][0].process.pid
-        (worker,) = descendants(raylet, "ray::SweepWorker")
-        os.kill(worker, signal.SIGSTOP)  # it finishes nothing more
-        cluster.remove_node(node, allow_graceful=False)
-        with suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-        cluster.add_node(num_cpus=1)
-        assert "again, its worker died" in finish(job)
-        assert_complete(config, expected)
-    finally:
-        cluster.shutdown()
 
 
 @pytest.mark.ray

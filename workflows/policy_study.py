@@ -117,15 +117,19 @@ class StudyConfig(Config):
 
 def unseen(name: str, num: int) -> list[Prompt]:
     """Prompts of a set without the draft's training prompts and the measured ones."""
-    prompts = load_prompts(name)
     if name in HELD_OUT_FROM_DRAFT:
-        return split(prompts, HELD_OUT)[1][:num]
-    return prompts[SEEN_BY_DRAFT.get(name, NUM_MEASURED) :][:num]
+        return held_out(name)[:num]
+    return load_prompts(name)[SEEN_BY_DRAFT.get(name, NUM_MEASURED) :][:num]
+
+
+def held_out(name: str) -> list[Prompt]:
+    """Prompts of a set of HELD_OUT_FROM_DRAFT that the draft was not trained on."""
+    return split(load_prompts(name), HELD_OUT)[1]
 
 
 def held_out_chitchat() -> list[Prompt]:
     """Conversation openings that neither draft nor policy was trained on."""
-    return unseen("chitchat", len(load_prompts("chitchat")))
+    return held_out("chitchat")
 
 
 def own_prompts(config: StudyConfig) -> list[Prompt]:

@@ -6,9 +6,10 @@ v_proj. Queries come only from the block [anchor, MASK x (B-1)]: attention is bi
 all of the context, which ends strictly before the anchor. Sliding-window layers are causal.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +208,16 @@ class DraftModel(Draft):
         if vocabulary is not None:
             self.lm_head = skip_init(nn.Linear, width, len(vocabulary), bias=False).requires_grad_(False)
             self.vocabulary = vocabulary
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Draft with these options as its `dflash_config`, and this one's weights where both have them."""
+        config = copy.deepcopy(self.config)
+        config.dflash_config = dict(options)
+        draft = type(self)(config)
+        draft.make_room(self.embed_tokens is not None, None if self.lm_head is None else self.vocabulary)
+        draft.load_state_dict(self.state_dict(), strict=False)
+        draft.vocabulary = self.vocabulary
+        return draft
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., n * hidden] -> context vectors [..., hidden]."""

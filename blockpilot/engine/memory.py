@@ -21,11 +21,11 @@ class CacheSize(NamedTuple):
     """Bytes of a pair's caches, of target and draft together."""
 
     slot: int
-    """Of a slot beside its tokens: recurrent states, columns for drafted tokens."""
+    """Bytes of a slot beside its tokens: recurrent states, columns for drafted tokens."""
     token: int
-    """Of each token that a slot has room for."""
+    """Bytes of each token that a slot has room for."""
     kept_token: int
-    """Of each token of the prefix cache, which a target with recurrent states does not have."""
+    """Bytes of each token of the prefix cache, which a target with recurrent states does not have."""
 
     @classmethod
     def of(cls, pair: Pair) -> Self:

@@ -11,7 +11,6 @@ work. A row shows tokens per second, including the prefill, and the median over 
 How to install vLLM and llama.cpp, each outside this environment: docs/results.md.
 """
 
-import copy
 import json
 import os
 import signal
@@ -29,7 +28,6 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from blockpilot.device import device_name
-from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft
 from blockpilot.evaluation.tables import markdown
 from blockpilot.pairs.checkpoints import find_draft, find_target
@@ -132,11 +130,8 @@ def without_selector(draft: Path, folder: Path) -> Path:
     model = load_draft(draft)
     if model.candidate_selector is None or model.vocabulary is None or model.options.conv_kernel_size:
         return draft
-    config = copy.deepcopy(model.config)
-    config.dflash_config = {k: v for k, v in config.dflash_config.items() if not k.startswith("selector_")}
-    plain = DraftModel(config)
-    plain.load_state_dict(model.state_dict(), strict=False)
-    save_draft(plain, folder)
+    options = {name: value for name, value in model.config.dflash_config.items() if not name.startswith("selector_")}
+    save_draft(model.with_options(options), folder)
     return folder
 
 
@@ -288,8 +283,7 @@ def run(config: PeersConfig) -> None:
     """Measure, and print and write the table."""
     torch.set_num_threads(config.threads)
     measured = measure(config)
-    settings = peers(config)[0].settings
-    title = f"{config.pair.models[0]}, {settings['dtype']} on {device_name(torch.device('cpu'))}"
+    title = f"{config.pair.models[0]}, {pick_dtype(config.pair.dtype, 'cpu')} on {device_name(torch.device('cpu'))}"
     text = f"{title}: tokens/s, and times the first row.\n\n{table(measured)}\n"
     keep(config.output, text, measured)
 

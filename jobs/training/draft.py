@@ -1,6 +1,5 @@
 """Draft that jobs/train_draft.py trains: its configuration, and the parts that depend on its family."""
 
-import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, cast
@@ -165,14 +164,8 @@ def _with_parts(start: DraftModel, config: TrainDraftConfig) -> DraftModel:
         parts |= _edge_options(config)
     if not any(parts.values()):
         return start
-    network = copy.deepcopy(start.config)
-    kept = {name: value for name, value in (network.dflash_config or {}).items() if name not in CAUSAL}
-    network.dflash_config = kept | parts
-    draft = DraftModel(network)
-    draft.make_room(start.embed_tokens is not None, None if start.lm_head is None else start.vocabulary)
-    draft.load_state_dict(start.state_dict(), strict=False)
-    draft.vocabulary = start.vocabulary
-    return draft
+    kept = {name: value for name, value in (start.config.dflash_config or {}).items() if name not in CAUSAL}
+    return start.with_options(kept | parts)
 
 
 def _edge_options(config: TrainDraftConfig) -> dict[str, int]:

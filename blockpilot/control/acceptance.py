@@ -40,7 +40,6 @@ whose answers copy from the prompt.
 """
 PATH_VARIANCE = 0.02
 LEAST_REACHED = 0.02  # probability, before the draft, below which a path is cut
-LEARN_EVERY = 16  # steps whose outcomes form one update
 THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # least probabilities by which the nodes of a depth are counted
 FIRST_GUESS = 0.75  # acceptance probability of a position, before any observation
 GAINS = 0.0, 2.0, 6.0  # expected tokens of a path: bounds between the kinds of rows with a path
@@ -97,6 +96,14 @@ class Proposal(NamedTuple):
     chances: Array
     """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above; they fall along k."""
 
+    def observed(self, choices: Array, laters: Array, right: Array) -> "Observed":
+        """Outcomes of choices [M], given as flat indices in [N * P, k].
+
+        laters [M]: numbers of later choices above each; right [M]: choices that were accepted.
+        """
+        lists, ranks = np.divmod(choices, self.scores.shape[1])
+        return Observed._make([*(values[lists] for values in self[:4]), ranks, laters, right])
+
 
 class Observed(NamedTuple):
     """Verified choices [M] below accepted nodes: scores and log_probs [M, k] of their slots' choices, their ranks [M]
@@ -151,8 +158,6 @@ class AcceptanceModel:
         self._nodes = np.stack([initial] * NUM_KINDS)
         self._drafts = np.full((NUM_KINDS, deepest + 1), DOUBT)
         self._drafts[:, 0] = 1e-3  # no first guess for nodes that need no draft
-        self._unlearned = list[Observed]()
-        self._unlearned_paths = list[tuple[Array, Array, Array]]()
 
     @property
     def weights(self) -> Array:
@@ -223,30 +228,15 @@ class AcceptanceModel:
         chances /= np.maximum(chances.sum(axis=-1, keepdims=True), 1.0)
         return np.minimum.accumulate(chances, axis=-1)
 
-    def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
-        """Learn from verified choices [M] below accepted nodes, as flat indices in [N * P, k].
-
-        laters [M]: numbers of later choices above each; right [M]: choices that were accepted.
-        """
-        lists, ranks = np.divmod(choices, proposal.scores.shape[1])
-        choices_of_lists = (values[lists] for values in proposal[:4])
-        self._unlearned.append(Observed._make([*choices_of_lists, ranks, laters, right]))
-        if len(self._unlearned) >= LEARN_EVERY:
-            self.learn_from(Observed(*map(np.concatenate, zip(*self._unlearned, strict=True))))
-            self._unlearned = []
-
-    def learn_from(self, observed: Observed) -> None:
-        """Learn from verified choices immediately."""
+    def learn(self, observed: Observed) -> None:
+        """Learn from verified choices."""
         features = knowledge(*observed[:4])[np.arange(len(observed.ranks)), observed.ranks]
         inputs = inputs_of(features, observed.ranks, observed.laters)
         self.choices.learn(inputs, observed.drawn, observed.right, inputs[:, 0])
 
     def learn_paths(self, inputs: Array, drawn: Array, right: Array) -> None:
         """Learn from verified path tokens [M] below accepted nodes: inputs [M, len(OF_PATH)], drawn and right [M]."""
-        self._unlearned_paths.append((inputs, drawn, right))
-        if len(self._unlearned_paths) >= LEARN_EVERY:
-            self.paths.learn(*map(np.concatenate, zip(*self._unlearned_paths, strict=True)))
-            self._unlearned_paths = []
+        self.paths.learn(inputs, drawn, right)
 
 
 def inputs_of(features: Array, ranks: Array, laters: Array) -> Array:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
 from blockpilot.control.cost import TILE, Load, StepPrice
-from blockpilot.native.growing import select_nodes
+from blockpilot.native.growing import Nodes, select_nodes
 
 Array = NDArray[Any]
 
@@ -31,23 +31,11 @@ class RowPlan(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Candidate nodes of R trees, num[r] of tree r, in descending order of probability.
-
-    kinds [R]: kinds of the rows. drafted [R]: positions that a draft proposed tokens for. chances and depths [R, M];
-    depth 0 is for nodes that need no draft, -1 for nodes that the acceptance model does not learn from.
-    """
+    """Candidate nodes of R trees; kinds [R] of the rows, and positions [R] that a draft proposed tokens for."""
 
     kinds: Array
     drafted: Array
-    num: Array
-    chances: Array
-    depths: Array
-
-    @property
-    def taken(self) -> Array:
-        """Mask [R, M] of the entries that are nodes."""
-        mask: Array = np.arange(self.chances.shape[1]) < self.num[:, None]
-        return mask
+    nodes: Nodes
 
 
 def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: Load) -> RowPlan:
@@ -120,21 +108,21 @@ def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) ->
     rates [R]: long-run tokens per second of each row's kind, so that one step with poor candidates does not lower the
     threshold. drafted: the step's load without these nodes.
     """
-    saved_s = trees.chances / rates[:, None]
-    experts = price.experts_s, price.expert_share
-    selected = select_nodes(saved_s, trees.num, drafted.num_tokens, price.token_s, price.tile_s, TILE, *experts)
-    return _choose_nodes(saved_s, trees, price, drafted) if selected is None else selected
+    saved_s = trees.nodes.chances / rates[:, None]
+    costs = price.token_s, price.tile_s, TILE, price.experts_s, price.expert_share
+    selected = select_nodes(saved_s, trees.nodes.num, drafted.num_tokens, *costs)
+    return _choose_nodes(saved_s, trees.nodes, price, drafted) if selected is None else selected
 
 
-def _choose_nodes(saved_s: Array, trees: Trees, price: StepPrice, drafted: Load) -> Array:
+def _choose_nodes(saved_s: Array, nodes: Nodes, price: StepPrice, drafted: Load) -> Array:
     """As `select_nodes` of growing.c."""
-    rows, columns = trees.taken.nonzero()
+    rows, columns = nodes.grown.nonzero()
     node_saved_s = saved_s[rows, columns]
     best_first = (-node_saved_s).argsort(kind="stable")
     gains = np.zeros(len(node_saved_s) + 1)
     gains[1:] = node_saved_s[best_first].cumsum()
     num = int((gains - seconds_of_more(price, drafted, len(node_saved_s))).argmax())
-    selected: Array = np.bincount(rows[best_first[:num]], minlength=len(trees.num))
+    selected: Array = np.bincount(rows[best_first[:num]], minlength=len(nodes.num))
     return selected
 
 

@@ -4,17 +4,20 @@ The engine makes these calls and knows neither costs nor probabilities. A contro
 draft or a fresh start needs a new controller.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from blockpilot.control.acceptance import AcceptanceModel, Array, Paths, Proposal
-from blockpilot.control.choose import RowPlan, Trees, best_drafting, choose_nodes, plan_rows
+from blockpilot.control.acceptance import AcceptanceModel, Array, Observed, Paths, Proposal
+from blockpilot.control.choose import Drafting, RowPlan, Trees, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
+from blockpilot.native.growing import Nodes
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
-PLAN_EVERY = 8  # steps
+PLAN_EVERY = 16  # steps
+LEARN_EVERY = 16  # steps whose outcomes form one update
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
 EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
 EXPLORE_SHARE = 0.008  # of the plain step cost, to spend on drafts whose expected gain is below their cost
@@ -27,7 +30,11 @@ class Planned(NamedTuple):
     deepest: Array
 
 
-NO_ROWS = Planned(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
+class Plans(NamedTuple):
+    """Plans of every kind of row, and the drafting of rows by their kinds and maximum depths."""
+
+    of_kinds: RowPlan
+    drafting_of: dict[tuple[bytes, bytes], Drafting]
 
 
 class Verified(NamedTuple):
@@ -50,8 +57,8 @@ class StepOutcome(NamedTuple):
 
     load: Load
     num_prompt_tokens: int = 0
-    verified: Verified | None = None
-    """Outcomes of the planned rows."""
+    verified: Callable[[], Verified] | None = None
+    """Outcomes of the planned rows, computed when the controller learns from them."""
     has_captured: bool = False
     """A CUDA graph was captured in the step, which takes longer than the step itself."""
 
@@ -70,13 +77,14 @@ class Controller:
         self.drafts = False
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
-        self._planned, self._other_load = NO_ROWS, Load(0)
-        self._plans: RowPlan | None = None  # for every kind, given the number of rows and the load of others
-        self._num_planned = 0  # steps since the plans were made
+        self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of others
+        self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
+        self._num_planned = 0  # steps since the first of the plans was made
         self._num_drafts = 0  # steps that drafted
         self._spare_s = 0.0  # saved up for exploration
         self._grown = list[Trees]()
         self._proposal: Proposal | None = None
+        self._unlearned = list[tuple[Proposal | None, Callable[[], Verified]]]()
         self._num_alike = 0  # consecutive steps that drafted; negative: that did not
 
     def follow(self, paths: Paths) -> Paths:
@@ -90,28 +98,35 @@ class Controller:
     def plan(self, rows: Planned, other_load: Load) -> Array:
         """Depths [R] of the next step's draft; other_load is the load of the other rows.
 
-        Running means change slowly, so plans are valid for PLAN_EVERY steps with the same number of rows.
+        Running means change slowly: plans of a load are valid for PLAN_EVERY steps.
         """
-        changed = other_load != self._other_load or len(rows.kinds) != len(self._planned.kinds)
-        if self._plans is None or changed or self._num_planned >= PLAN_EVERY:
+        if self._num_planned >= PLAN_EVERY:
             self._observe()
-            self._plans = plan_rows(self.model.expected(), len(rows.kinds), self.price, other_load)
-            self._other_load, self._num_planned = other_load, 0
+            self._plans_of, self._num_planned = {}, 0
         self._num_planned += 1
-        depths = self._depths(self._plans, rows, other_load)
+        key = len(rows.kinds), other_load
+        if key not in self._plans_of:
+            self._plans_of[key] = Plans(plan_rows(self.model.expected(), len(rows.kinds), self.price, other_load), {})
+        plans = self._plans_of[key]
+        self._rates = plans.of_kinds.rate
+        depths = self._depths(plans, rows, other_load)
         self._explore(depths, rows.deepest)
         if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
-        return self._begin(rows, depths)
+        self._proposal = None
+        return depths
 
-    def _depths(self, plans: RowPlan, rows: Planned, other_load: Load) -> Array:
+    def _depths(self, plans: "Plans", rows: Planned, other_load: Load) -> Array:
         """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
 
         Otherwise one text with poor drafts would end drafting, and the acceptance would not be observed again.
         """
-        drafting = best_drafting(plans, *rows, self.price, other_load)
+        key = rows.kinds.tobytes(), rows.deepest.tobytes()
+        if key not in plans.drafting_of:
+            plans.drafting_of[key] = best_drafting(plans.of_kinds, *rows, self.price, other_load)
+        drafting = plans.drafting_of[key]
         if drafting.saved_s <= 0 and drafting.depths.any():
             self._spare_s += EXPLORE_SHARE * self.price.seconds(
                 other_load._replace(rows=other_load.rows + len(rows.kinds))
@@ -120,7 +135,7 @@ class Controller:
             if self._spare_s < cost_s:
                 return np.zeros_like(drafting.depths)
             self._spare_s -= cost_s
-        return drafting.depths
+        return drafting.depths.copy()
 
     def _explore(self, depths: Array, deepest: Array) -> None:
         """One in EXPLORE_EVERY drafting steps: one row drafts to its maximum depth, to keep deep means up to date.
@@ -135,18 +150,15 @@ class Controller:
             row = num_explored % len(depths)
             depths[row] = deepest[row]
 
-    def _begin(self, rows: Planned, depths: Array) -> Array:
-        self._planned, self._proposal = rows, None
-        return depths
-
     def _observe(self) -> None:
         """Update the acceptance model with the trees grown since the latest plans."""
         if not self._grown:
             return
-        trees = Trees._make(map(np.concatenate, zip(*self._grown, strict=True)))
-        rows, columns = (trees.taken & (trees.depths >= 0)).nonzero()
-        nodes = trees.kinds[rows], trees.depths[rows, columns], trees.chances[rows, columns]
-        self.model.observe(trees.kinds, trees.drafted, *nodes)
+        kinds, drafted = (np.concatenate([trees[i] for trees in self._grown]) for i in (0, 1))
+        nodes = Nodes._make(map(np.concatenate, zip(*(trees.nodes for trees in self._grown), strict=True)))
+        depths = nodes.learned_depths
+        rows, columns = (nodes.grown & (depths >= 0)).nonzero()
+        self.model.observe(kinds, drafted, kinds[rows], depths[rows, columns], nodes.chances[rows, columns])
         self._grown = []
 
     def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
@@ -156,23 +168,17 @@ class Controller:
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         """Number of nodes to verify of every tree, [R]."""
-        if self._grown and self._grown[-1].chances.shape[1] != trees.chances.shape[1]:  # a different engine
+        if self._grown and self._grown[-1].nodes.tokens.shape[1] != trees.nodes.tokens.shape[1]:  # another engine
             self._observe()
         self._grown.append(trees)
-        return choose_nodes(trees, self.price, drafted, self._rates(trees))
-
-    def _rates(self, trees: Trees) -> Array:
-        assert self._plans is not None
-        rates: Array = self._plans.rate[trees.kinds]
-        return rates
+        return choose_nodes(trees, self.price, drafted, self._rates[trees.kinds])
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from the outcome of a step, and from its seconds."""
-        if (verified := outcome.verified) is not None:
-            if self._proposal is not None and len(verified.choices):
-                self.model.learn(self._proposal, *verified[:3])
-            if len(verified.path_right):
-                self.model.learn_paths(*verified[3:])
+        if outcome.verified is not None:
+            self._unlearned.append((self._proposal, outcome.verified))
+        if len(self._unlearned) >= LEARN_EVERY:
+            self._learn_nodes()
         load = outcome.load
         if not load.rows or outcome.num_prompt_tokens or outcome.has_captured:
             return
@@ -182,6 +188,19 @@ class Controller:
             self.price = self._live.price
         num_alike = self._num_alike if self.drafts == (self._num_alike > 0) else 0
         self._num_alike = num_alike + (1 if self.drafts else -1)
+
+    def _learn_nodes(self) -> None:
+        """Learn from the outcomes of the latest steps: together, since alone each would take as long as all."""
+        of_choices, of_paths = list[Observed](), list[Sequence[Array]]()
+        for proposal, verified in self._unlearned:
+            outcomes = verified()
+            if proposal is not None and len(outcomes.choices):
+                of_choices.append(proposal.observed(*outcomes[:3]))
+            of_paths.append(outcomes[3:])
+        if of_choices:
+            self.model.learn(Observed(*map(np.concatenate, zip(*of_choices, strict=True))))
+        self.model.learn_paths(*map(np.concatenate, zip(*of_paths, strict=True)))
+        self._unlearned = []
 
 
 @dataclass(frozen=True)

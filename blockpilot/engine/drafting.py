@@ -22,11 +22,11 @@ from blockpilot.drafts.base import Asked, Draft, PreparedDraft
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
 from blockpilot.engine.batch import Batch
-from blockpilot.engine.growing import Offered, grow_all, offer, offer_paths, outcomes_of
+from blockpilot.engine.growing import Grown, Offered, grow_all, offer, offer_paths, verified
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row, num_fixed
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import MAX_DEPTH, Node, tree_of
+from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.types import NO_TREE, Candidates, Sampling, Step, Tree
@@ -108,9 +108,8 @@ class Drafter:
 class Drafts(NamedTuple):
     """The draft stage's result for R rows: trees to verify, and the data that the controller learns from."""
 
-    trees: list[Tree]
-    nodes: list[list[Node]]
-    """Nodes of the trees, in the order in which they grew."""
+    trees: Sequence[Tree]
+    grown: Grown
     offered: Offered | None
     load: Load
     """The step's load, without the tokens that it verifies."""
@@ -125,9 +124,10 @@ class Drafts(NamedTuple):
         has_captured: bool,
     ) -> StepOutcome:
         """Outcome of the step, given the accepted paths [R] of the trees."""
-        load = self.load._replace(num_verified=sum(len(tree.tokens) for tree in self.trees))
-        verified = outcomes_of(rows, self.nodes, accepted, steps, self.offered)
-        return StepOutcome(load, num_prompt_tokens, verified, has_captured)
+        load = self.load._replace(num_verified=sum([len(tree.tokens) for tree in self.trees]))
+        # Computed later, for many steps at once: beside the weights that a step reads, every line of Python is slow.
+        of_nodes = partial(verified, rows, self.grown, accepted, steps, self.offered)
+        return StepOutcome(load, num_prompt_tokens, of_nodes if self.grown.slots else None, has_captured)
 
 
 class Proposer:
@@ -149,8 +149,9 @@ class Proposer:
         offered = self._offer(rows, depths, paths, controller)
         # 3. Trees, of as many nodes as the controller selects.
         load = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths))
-        nodes = grow_all(rows, offered, kinds, partial(controller.select, drafted=load), self._most)
-        return Drafts([tree_of(row_nodes) if row_nodes else NO_TREE for row_nodes in nodes], nodes, offered, load)
+        grown = grow_all(rows, offered, kinds, partial(controller.select, drafted=load), self._most)
+        tree_of = dict(zip(grown.slots, grown.trees, strict=True))
+        return Drafts([tree_of.get(slot, NO_TREE) for slot in range(len(rows))], grown, offered, load)
 
     def _depths(self, rows: Sequence[Row], kinds: Array, controller: Controller) -> list[int]:
         """Positions that the draft proposes tokens for, for every row [R] of these kinds [R]."""

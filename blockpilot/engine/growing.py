@@ -18,9 +18,9 @@ from blockpilot.drafts.choices import Linked
 from blockpilot.engine.constrained import NO_SLOTS, allowed
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, choices_of, places_of
-from blockpilot.native.growing import Lists, Nodes, grow, with_paths
+from blockpilot.native.growing import Lists, Nodes, Ordered, grow, ordered, with_paths
 from blockpilot.native.library import has_functions
-from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Step
+from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Step, Tree
 
 
 class Offered(NamedTuple):
@@ -108,11 +108,26 @@ Select = Callable[[Trees], Array]
 """Number of nodes to verify of every tree."""
 
 
-def grow_all(
-    rows: Sequence[Row], offered: Offered | None, kinds: Array, select: Select, most: int
-) -> list[list[Node]]:
+class Grown(NamedTuple):
+    """Nodes that grew for G rows of a step, of which the first sizes[g] are verified, and their trees.
+
+    slots [G]: the rows' slots in the batch. indices [G, 1 + M]: those of the anchor and of every verified node in its
+    tree.
+    """
+
+    slots: Sequence[int]
+    nodes: Nodes
+    sizes: Array
+    indices: Array
+    trees: Sequence[Tree]
+
+
+_NO_NODES = np.zeros((0, 0), dtype=np.int64)
+NOTHING_GROWN = Grown((), Nodes._make([*[_NO_NODES] * 8, _NONE[0]]), _NONE[0], _NO_NODES, ())
+
+
+def grow_all(rows: Sequence[Row], offered: Offered | None, kinds: Array, select: Select, most: int) -> Grown:
     """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits rows that adapt."""
-    trees = list[list[Node]]([] for _ in rows)
     limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
     index_of = {slot: i for i, slot in enumerate(offered.slots)} if offered is not None else {}
     # 1. Trees grow in C; in Python for rows with an automaton, which may force tokens that are no candidates.
@@ -122,38 +137,54 @@ def grow_all(
             in_python.append(slot)
         elif slot in index_of:
             in_c.append(slot)
-    growing = [*in_c, *in_python]
-    if not growing:
-        return trees
+    slots = [*in_c, *in_python]
+    if not slots:
+        return NOTHING_GROWN
     parts = [_grown(offered, rows, in_c, index_of, limits, most)] if offered is not None and in_c else []
     if in_python:
         nodes_of = [_nodes(rows[slot], offered, index_of.get(slot), limits[slot]) for slot in in_python]
-        parts.append(_as_arrays(nodes_of, most))
-    grown = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
+        parts.append(as_arrays(nodes_of, most))
+    nodes = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
     # 2. The number of nodes to verify: the controller selects it for rows that adapt.
-    sizes, adapting = grown.num.copy(), [i for i, slot in enumerate(growing) if rows[slot].adapts]
-    if adapting:
-        slots = np.array(growing)[adapting]
-        drafted = np.zeros(len(rows), dtype=np.int64)
-        if offered is not None:
-            drafted[list(offered.slots)] = offered.drafted
-        # The depth of drafted nodes, 0 of looked-up ones, -1 of forced ones.
-        depths = np.where(grown.steps >= 0, 0, np.where(grown.choices >= 0, grown.depths, -1))
-        nodes_to_select = grown.num[adapting], grown.chances[adapting], depths[adapting]
-        sizes[adapting] = select(Trees(kinds[slots], drafted[slots], *nodes_to_select))
-    for slot, nodes in zip(growing, _first(grown, sizes), strict=True):
-        trees[slot] = nodes
-    return trees
+    sizes: Array = nodes.num
+    drafted = np.zeros(len(rows), dtype=np.int64)
+    if offered is not None:
+        drafted[list(offered.slots)] = offered.drafted
+    adapting = [i for i, slot in enumerate(slots) if rows[slot].adapts]
+    if len(adapting) == len(slots):
+        sizes = select(Trees(kinds[slots], drafted[slots], nodes))
+    elif adapting:
+        chosen = np.array(slots)[adapting]
+        of_adapting = Nodes._make(values[adapting] for values in nodes)
+        sizes = sizes.copy()
+        sizes[adapting] = select(Trees(kinds[chosen], drafted[chosen], of_adapting))
+    return Grown(slots, nodes, sizes, *trees_of(nodes, sizes))
 
 
-def _first(trees: Nodes, sizes: Array) -> list[list[Node]]:
-    """The first sizes[r] nodes of every tree."""
-    selected = np.arange(trees.chances.shape[1]) < sizes[:, None]
-    nodes = map(Node, *(values[selected].tolist() for values in trees[:-1]))
-    return [list(islice(nodes, size)) for size in sizes.tolist()]
+def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
+    """Trees of the first sizes[r] nodes of every row, and the indices [R, 1 + M] of anchor and nodes in them."""
+    found = (ordered(nodes, sizes) if has_functions() else None) or _ordered(nodes, sizes)
+    tokens, parents, sources = (values.tolist() for values in found[1:])
+    trees = list[Tree]()
+    for r, size in enumerate(sizes.tolist()):
+        trees.append(Tree(tuple(tokens[r][:size]), tuple(parents[r][:size]), tuple(sources[r][:size])))
+    return found.indices, trees
 
 
-def _as_arrays(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
+def _ordered(nodes: Nodes, sizes: Array) -> Ordered:
+    """As `ordered` of native/growing.py."""
+    rows, room = nodes.tokens.shape
+    found = Ordered(np.zeros((rows, 1 + room), dtype=int), *np.zeros((3, rows, room), dtype=int))
+    for r, size in enumerate(sizes.tolist()):
+        parents = nodes.parents[r, :size]
+        places = np.array(places_of(parents.tolist()))
+        at = places[1:] - 1
+        found.indices[r, : 1 + size], found.parents[r, at] = places, places[parents]
+        found.tokens[r, at], found.sources[r, at] = nodes.tokens[r, :size], nodes.sources[r, :size]
+    return found
+
+
+def as_arrays(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
     """Nodes of trees as arrays [R, most]."""
     dtypes = (int, int, float, int, int, int, int, int)
     arrays = [np.zeros((len(trees), most), dtype=dtype) for dtype in dtypes]
@@ -199,56 +230,38 @@ def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list
     return [node if node.choice < 0 else node._replace(choice=start + node.choice) for node in nodes]
 
 
-def outcomes_of(
-    rows: Sequence[Row],
-    drafts: Sequence[Sequence[Node]],
-    paths: Sequence[Sequence[int]],
-    steps: Sequence[Step],
-    offered: Offered | None,
-) -> Verified:
-    """`verified` for the rows of a batch that adapt and emitted tokens in these steps."""
-    tokens_of = {step.request_id: step.tokens for step in steps}
-    trees, accepted, emitted = list[Sequence[Node]](), list[Sequence[int]](), list[Sequence[int]]()
-    for row, nodes, path in zip(rows, drafts, paths, strict=True):
-        if row.adapts and row.request_id in tokens_of:
-            trees.append(nodes)
-            accepted.append(path)
-            emitted.append(tokens_of[row.request_id])
-    return verified(trees, accepted, emitted, offered)
-
-
 def verified(
-    drafts: Sequence[Sequence[Node]],
-    paths: Sequence[Sequence[int]],
-    emitted: Sequence[Sequence[int]],
-    offered: Offered | None = None,
+    rows: Sequence[Row], grown: Grown, paths: Sequence[Sequence[int]], steps: Sequence[Step], offered: Offered | None
 ) -> Verified:
-    """Outcomes of the verified nodes of rows [R].
+    """Outcomes of the verified nodes of rows [R] that adapt and emitted tokens in these steps.
 
-    paths [R] are the accepted indices in the rows' trees, the anchor first; emitted [R] the tokens after each of
-    these. `offered` has the regression inputs of looked-up tokens, if there are any.
+    paths [R] are the accepted indices in the rows' trees, the anchor first. `offered` has the regression inputs of
+    looked-up tokens, if there are any.
 
-    A node is right if its token was emitted, also if the text ends with it. Nodes off the path have no outcome. Rows
-    with looked-up tokens give no outcomes of the draft's choices, whose probabilities were scaled by the path's.
+    A node has an outcome if its parent is on the accepted path. It is right if its token was emitted, also if the
+    text ends with it. Rows with looked-up tokens give no outcomes of the draft's choices, whose probabilities were
+    scaled by the path's.
     """
-    choices, steps = list[tuple[int, int, bool]](), list[tuple[int, bool]]()
-    for nodes, path, tokens in zip(drafts, paths, emitted, strict=True):
-        if not nodes:
-            continue
-        tree_indices, on_path = places_of(nodes), set(path)
-        # A node has an outcome if its parent is on the accepted path.
-        is_drafted_only = all(node.step < 0 for node in nodes)
-        for node in nodes:
-            if tree_indices[node.parent] in on_path:
-                right = node.token == tokens[node.depth - 1]
-                if node.choice >= 0 and is_drafted_only:
-                    choices.append((node.choice, node.num_later, right))
-                if node.step >= 0:
-                    steps.append((node.step, right))
-    choice, laters, is_right = np.array(choices, dtype=int).reshape(-1, 3).T
-    step, step_is_right = np.array(steps, dtype=int).reshape(-1, 2).T
+    nodes, (num, most) = grown.nodes, grown.nodes.tokens.shape
+    # 1. The accepted path, and the token emitted after each of its nodes; none of rows without outcomes.
+    tokens_of = {step.request_id: step.tokens for step in steps}
+    on_path: Array = np.zeros((num, most + 1), dtype=bool)
+    emitted = np.full((num, most + 1), -1)
+    for g, slot in enumerate(grown.slots):
+        if rows[slot].adapts and (tokens := tokens_of.get(rows[slot].request_id)):
+            on_path[g, paths[slot]] = True
+            emitted[g, : len(tokens)] = tokens
+    # 2. Nodes whose parent is on it.
+    each, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
+    seen = on_path[each, grown.indices[each, nodes.parents]] & taken
+    right = np.equal(nodes.tokens, emitted[each, nodes.depths - 1])
+    of_path = taken & (nodes.steps >= 0)
+    has_path = np.logical_or.reduce(of_path, axis=1, keepdims=True)
+    looked_up, drafted = seen & of_path, seen & (nodes.choices >= 0) & ~has_path
+    # 3. Inputs of the regression of paths.
+    steps_seen = nodes.steps[looked_up]
     path_inputs: tuple[Array, Array] = np.zeros((0, len(OF_PATH))), np.zeros(0, dtype=int)
     if offered is not None and offered.lists.inputs is not None and offered.drawn is not None:
         inputs, drawn = offered.lists.inputs, offered.drawn
-        path_inputs = inputs.reshape(-1, len(OF_PATH))[step], drawn[step // inputs.shape[1]]
-    return Verified(choice, laters, is_right.astype(bool), *path_inputs, step_is_right.astype(bool))
+        path_inputs = inputs.reshape(-1, len(OF_PATH))[steps_seen], drawn[steps_seen // inputs.shape[1]]
+    return Verified(nodes.choices[drafted], nodes.laters[drafted], right[drafted], *path_inputs, right[looked_up])

@@ -20,6 +20,7 @@ class Lookup:
     def __init__(self, num_slots: int, length: int) -> None:
         self._index = TextIndex(num_slots, length) if has_functions() else None
         self._texts = dict[Row, int]()
+        self._lengths = [0] * num_slots  # tokens of every text in the index
         self._free = list(range(num_slots))
 
     @property
@@ -36,19 +37,20 @@ class Lookup:
             return None
         matches = self._matches([rows[r] for r in indices], min(most, MAX_DEPTH), self._index)
         # Cut at each row's limit, and by the controller where the rest is too improbable.
-        deepest = np.array([max(0, rows[r].deepest) for r in indices])
-        sizes = np.minimum(matches.sizes, deepest)
-        if not sizes.any():
+        sizes = [min(size, max(0, rows[r].deepest)) for r, size in zip(indices, matches.sizes.tolist(), strict=True)]
+        if not any(sizes):
             return None
-        tokens, sizes, inputs = _spread([matches.paths, sizes, matches.known], indices, len(rows))
-        return follow(Paths(tokens, sizes, inputs, drawn, np.zeros(len(rows))))
+        tokens, cut_sizes, inputs = _spread([matches.paths, np.array(sizes), matches.known], indices, len(rows))
+        return follow(Paths(tokens, cut_sizes, inputs, drawn, np.zeros(len(rows))))
 
     def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches:
         """Matches of the rows' texts, after their new tokens were added to the index."""
-        texts = np.array([self._text_of(row, index) for row in rows])
-        lengths = index.lengths[texts].tolist()
-        index.extend(texts, [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)])
-        return index.match(texts, most)
+        texts = [self._text_of(row, index) for row in rows]
+        numbers = np.array(texts)
+        index.extend(numbers, [row.tokens[self._lengths[text] :] for row, text in zip(rows, texts, strict=True)])
+        for row, text in zip(rows, texts, strict=True):
+            self._lengths[text] = len(row.tokens)
+        return index.match(numbers, most)
 
     def end(self, row: Row) -> None:
         """Forget a row."""
@@ -59,6 +61,7 @@ class Lookup:
         if row not in self._texts:
             text = self._texts[row] = self._free.pop()
             index.clear(text)
+            self._lengths[text] = 0
         return self._texts[row]
 
 

@@ -74,16 +74,17 @@ def candidates(
     """
     num = min(num, logits.shape[-1])
     if in_c(logits):
-        ranked = rank(logits, positions, sampling, num, of=of, with_log_probs=True)
+        tokens, scores, _, log_probs = rank(logits, positions, sampling, num, of=of, with_log_probs=True)
     else:
         # Greedy choices need the logits of the subset only; races are over the whole vocabulary.
         subset = of if all(request.is_greedy for request in sampling) else None
         logits = logits if of is None or subset else of.expanded(logits)
         ranked = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True, graphs=graphs)
-        ranked = ranked._replace(tokens=subset.tokens[ranked.tokens]) if subset else ranked
-    tokens, values, broken, log_probs = ranked
+        tokens, scores, broken, log_probs = ranked
+        tokens = subset.tokens[tokens] if subset else tokens
+        assert log_probs is not None
+        scores, log_probs = (numbers.masked_fill(broken[:, None], -math.inf) for numbers in (scores, log_probs))
     assert log_probs is not None
-    scores, log_probs = (numbers.masked_fill(broken[:, None], -math.inf) for numbers in (values, log_probs))
     drawn = tensor_on(logits.device, [not request.is_greedy for request in sampling])
     return Candidates(tokens, scores, log_probs, drawn)
 

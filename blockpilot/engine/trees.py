@@ -124,26 +124,20 @@ def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = Fal
         offer_below(number, (*path, choice.token), choice.after, choice.num_later, -negative)
 
 
-def tree_of(nodes: Sequence[Node]) -> Tree:
-    """The tree of nodes from `best_first`, in the order of `places_of`."""
-    indices = places_of(nodes)
-    ordered = sorted(zip(indices[1:], nodes, strict=True))
-    tokens, sources = zip(*((node.token, node.source) for _, node in ordered), strict=True) if ordered else ((), ())
-    return Tree(tokens, tuple(indices[node.parent] for _, node in ordered), sources)
+def places_of(parents: Sequence[int]) -> list[int]:
+    """Index of the anchor and of every node in their `Tree` [1 + nodes], given the nodes' parents as in `Node`.
 
-
-def places_of(nodes: Sequence[Node]) -> list[int]:
-    """Index of the anchor and of every node in their `Tree` [1 + nodes]: the chain of first children comes first,
-    then the others in the order of growth. If the chain is accepted, its keys and values are in their final columns.
+    The chain of first children comes first, then the others in the order of growth. If the chain is accepted, its
+    keys and values are in their final columns.
     """
     chain = [0]  # numbers of the anchor, its first child, that one's first child ...
-    for number, node in enumerate(nodes, 1):
-        if node.parent == chain[-1]:
+    for number, parent in enumerate(parents, 1):
+        if parent == chain[-1]:
             chain.append(number)
     index_of = dict(zip(chain, range(len(chain)), strict=True))
-    others = (number for number in range(len(nodes) + 1) if number not in index_of)
-    index_of |= dict(zip(others, range(len(chain), len(nodes) + 1), strict=True))
-    return [index_of[number] for number in range(len(nodes) + 1)]
+    others = (number for number in range(len(parents) + 1) if number not in index_of)
+    index_of |= dict(zip(others, range(len(chain), len(parents) + 1), strict=True))
+    return [index_of[number] for number in range(len(parents) + 1)]
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:

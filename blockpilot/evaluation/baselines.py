@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal, logistic
+from blockpilot.control.acceptance import AcceptanceModel, Array, Observed, Proposal, logistic
 from blockpilot.control.choose import Trees, seconds_of_more
 from blockpilot.control.controller import Controller, Planned
 from blockpilot.control.cost import Load, StepPrice, passes
@@ -19,7 +19,7 @@ class DepthController(Controller):
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         super().select(trees, drafted)
-        return trees.num
+        return trees.nodes.num
 
 
 class WholeDraft(Controller):
@@ -31,7 +31,7 @@ class WholeDraft(Controller):
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)  # sets the rate that nodes are selected by
-        return self._begin(rows, rows.deepest)
+        return rows.deepest
 
 
 class LookupAlone(Controller):
@@ -39,7 +39,7 @@ class LookupAlone(Controller):
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)
-        return self._begin(rows, np.zeros_like(rows.deepest))
+        return np.zeros_like(rows.deepest)
 
 
 class LookupOrDraft(Controller):
@@ -47,16 +47,16 @@ class LookupOrDraft(Controller):
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         depths = super().plan(rows, beside)
-        return self._begin(rows, np.where(rows.kinds > 1, 0, depths))
+        return np.where(rows.kinds > 1, 0, depths)
 
 
 class TreeBudget(WholeDraft):
     """CaDDTree (arXiv 2606.01813): a node budget for each row's tree, chosen as if the row were alone."""
 
     def select(self, trees: Trees, drafted: Load) -> Array:
-        row_drafted = drafted.num_drafted // max(drafted.rows, 1)
+        nodes, row_drafted = trees.nodes, drafted.num_drafted // max(drafted.rows, 1)
         alone = Load(1, row_drafted, num_passes=passes([row_drafted], self.price.is_sequential))
-        return np.array([_best_budget(tree, self.price, alone) for tree in trees.chances * trees.taken])
+        return np.array([_best_budget(tree, self.price, alone) for tree in nodes.chances * nodes.grown])
 
 
 def _best_budget(node_probs: Array, price: StepPrice, drafted: Load) -> int:
@@ -67,7 +67,7 @@ def _best_budget(node_probs: Array, price: StepPrice, drafted: Load) -> int:
 
 class Margins(AcceptanceModel):
     """Acceptance probabilities of a chain's tokens by the margin between the draft's two best scores: a logistic
-    regression for every position, updated at every step (vLLM's).
+    regression for every position, with a step for every token (vLLM's).
     """
 
     def __init__(self, deepest: int) -> None:
@@ -82,13 +82,11 @@ class Margins(AcceptanceModel):
         probs = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
         return Proposal(scores, scores, drawn, slots, probs)
 
-    def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
+    def learn(self, observed: Observed) -> None:
         """Online Newton step for each first choice that was reached."""
-        width, margins = proposal.scores.shape[1], _margins(proposal.scores)
-        for choice, was_right in zip(choices, right, strict=True):
-            if choice % width:
-                continue
-            inputs, slot = margins[choice // width], int(proposal.slots[choice // width])
+        is_first = observed.ranks == 0
+        first = _margins(observed.scores)[is_first], observed.slots[is_first].tolist(), observed.right[is_first]
+        for inputs, slot, was_right in zip(*first, strict=True):
             prob = logistic(self.of_margin[slot] @ inputs)
             covariance_x = self._covariances[slot] @ inputs
             weight = prob * (1 - prob)

@@ -67,12 +67,12 @@ class _FixedMixture(Controller):
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)  # its time is part of the step cost
-        return self._begin(rows, np.array([row.depth for row in self.mixture]))
+        return np.array([row.depth for row in self.mixture])
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         super().select(trees, drafted)
         growing = [row.num_verified for row in self.mixture if row.depth or not self._has_draft]
-        return np.minimum(growing, trees.num)
+        return np.minimum(growing, trees.nodes.num)
 
 
 class _FixedTokens:

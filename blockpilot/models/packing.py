@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -119,20 +120,16 @@ class Packing:
     def visible(self) -> Tensor:
         """Mask [R, 1, width, length] of visible columns: those before the row, and of the token and its ancestors."""
         device = self._device
-        columns = torch.arange(self.length, device=device)
         # 1. Chains: columns up to a token's own, [1, length] <= [R, width, 1].
         if self.parents is None:
+            columns = torch.arange(self.length, device=device)
             return (columns <= self.pad(self.columns)[:, :, None])[:, None]
         # 2. Trees: the columns before the row, and inside it a token's ancestors and itself.
-        starts = tensor_on(device, self.starts)[:, None]
-        inside = torch.zeros(len(self.sizes), self.width, self.width, dtype=torch.bool)
-        for row, parents in enumerate(self.parents):
-            inside[row, : self.sizes[row], : self.sizes[row]] = _followed(parents)
-        # `width` more columns, cut off at the end: a short row's padding may extend beyond the longest row.
-        mask = torch.zeros(len(self.sizes), self.width, self.length + self.width, dtype=torch.bool, device=device)
-        mask[:, :, : self.length] = (columns < starts)[:, None]
-        row_columns = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
-        return mask.scatter_(2, row_columns, sent(inside, device))[:, None, :, : self.length]
+        mask = np.zeros((len(self.sizes), 1, self.width, self.length), dtype=bool)
+        for row, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            mask[row, 0, :, :start] = True
+            mask[row, 0, :size, start : start + size] = _followed(self.parents[row])
+        return sent(torch.from_numpy(mask), device)
 
     def visible_in(self, window: int | None) -> Tensor:
         """`visible`, narrowed to columns of tokens less than `window` positions before."""
@@ -194,9 +191,9 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def _followed(parents: Sequence[int]) -> Tensor:
+def _followed(parents: Sequence[int]) -> NDArray[np.bool]:
     """[1 + n, 1 + n]: mask of the ancestors and the token itself, for every token of a row."""
-    followed = torch.eye(1 + len(parents), dtype=torch.bool)
+    followed = np.eye(1 + len(parents), dtype=bool)
     for child, parent in enumerate(parents, 1):
         followed[child] |= followed[parent]  # a parent comes before its children
     return followed

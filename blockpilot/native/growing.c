@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 enum { CONTEXTS = 3, WEIGHTS = 11 }; /* of acceptance.py */
+enum { DRAFTED = 1, LOOKED_UP = 2 };   /* of types.py */
 static const double LEAST_SCORE = -30, LEAST_CHANCE = 1e-4;
 
 static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also if it is NaN */ }
@@ -224,13 +225,16 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
 }
 
 /* Nodes of rows in descending order of chance, at most most[r], of slots first[r] .. first[r] + depths[r] - 1 and the
- * widest[r] best choices of each list. Row r's nodes begin at r * room: chances, parents (0 is the anchor), choices
- * (flat indices in [slots][contexts][width]), depths (1 below the anchor) and laters (number of later choices above
- * the node, without its own); num[r] is their number. */
+ * widest[r] best choices of each list [slots][contexts][width]. Inputs of choices: of_tokens, and from and of_steps,
+ * their flat indices among the draft's choices and the paths' tokens, -1 for none; without paths both are NULL, and
+ * choices are the draft's. Row r's nodes begin at r * room: chances, tokens, parents (0 is the anchor), depths (1 below
+ * the anchor), choices and steps (as from and of_steps), laters (number of later choices above the node, without its
+ * own) and sources; num[r] is their number. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
                long num_slots, long contexts, long width, long laters, const double *chances, const int64_t *places,
-               const uint8_t *is_later, long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *of_depths,
-               int64_t *num)
+               const uint8_t *is_later, const int64_t *of_tokens, const int64_t *from, const int64_t *of_steps,
+               long room, double *found, int64_t *tokens, int64_t *parents, int64_t *of_depths, int64_t *choices,
+               int64_t *of_laters, int64_t *steps, int64_t *sources, int64_t *num)
 {
     const struct slots slots = {num_slots, contexts, width, laters, chances, places, is_later};
     struct offer *heap = malloc((2 * room + 2) * sizeof *heap);
@@ -243,9 +247,11 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
         for (; size && n < most[r]; n++) {
             struct offer item = pop(heap, &size), next = item;
             long slot = first[r] + item.depth, choice = (slot * contexts + item.after) * width + item.rank;
-            found[r * room + n] = item.chance, parents[r * room + n] = item.parent;
-            choices[r * room + n] = choice, of_laters[r * room + n] = item.num_later;
-            of_depths[r * room + n] = item.depth + 1;
+            long at = r * room + n;
+            found[at] = item.chance, tokens[at] = of_tokens[choice], parents[at] = item.parent;
+            of_depths[at] = item.depth + 1, of_laters[at] = item.num_later;
+            choices[at] = from ? from[choice] : choice, steps[at] = of_steps ? of_steps[choice] : -1;
+            sources[at] = (choices[at] >= 0 ? DRAFTED : 0) + (steps[at] >= 0 ? LOOKED_UP : 0);
             next.rank++;
             offer(&slots, heap, &size, slot, widest[r], next);
             next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, places[choice], 0,
@@ -257,6 +263,27 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     }
     free(heap);
     return 0;
+}
+
+/* The first sizes[r] nodes of each tree in the order in which they are verified (`places_of` of trees.py): the chain
+ * of first children, then the others as they grew. indices [rows][1 + room], initially 0, are the places of the anchor
+ * and of the nodes; tokens, parents and sources [rows][room] are in the order of places. */
+void order_trees(long rows, long room, const int64_t *sizes, const int64_t *of_tokens, const int64_t *of_parents,
+                 const int64_t *of_sources, int64_t *indices, int64_t *tokens, int64_t *parents, int64_t *sources)
+{
+    for (long r = 0; r < rows; r++, indices += 1 + room) {
+        const int64_t *parent = of_parents + r * room;
+        long last = 0, place = 0;
+        for (long n = 1; n <= sizes[r]; n++)
+            if (parent[n - 1] == last)
+                indices[n] = ++place, last = n;
+        for (long n = 1; n <= sizes[r]; n++) {
+            if (!indices[n])
+                indices[n] = ++place;
+            long from = r * room + n - 1, to = r * room + indices[n] - 1;
+            tokens[to] = of_tokens[from], sources[to] = of_sources[from], parents[to] = indices[parent[n - 1]];
+        }
+    }
 }
 
 /* Number of nodes to verify of each tree, taken [R]: the best nodes of all trees, as many as maximise the expected

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.native.library import pointer, text_library
-from blockpilot.types import DRAFTED, LOOKED_UP
 
 Array = NDArray[Any]
 
@@ -43,7 +42,10 @@ class Lists(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Nodes of R trees, num[r] of tree r, in descending order of chance: arrays [R, M] of the fields of `Node`."""
+    """Nodes of R trees, num[r] of tree r, in descending order of chance: arrays [R, M] of the fields of `Node`.
+
+    They are 0 after a tree's last node.
+    """
 
     tokens: Array
     parents: Array
@@ -54,6 +56,29 @@ class Nodes(NamedTuple):
     steps: Array
     sources: Array
     num: Array
+
+    @property
+    def grown(self) -> Array:
+        """Mask [R, M] of the entries that are nodes."""
+        mask: Array = np.arange(self.tokens.shape[1]) < self.num[:, None]
+        return mask
+
+    @property
+    def learned_depths(self) -> Array:
+        """[R, M]: depths of drafted nodes, 0 of looked-up ones, -1 of forced ones, which nothing is learned from."""
+        return np.where(self.steps >= 0, 0, np.where(self.choices >= 0, self.depths, -1))
+
+
+class Ordered(NamedTuple):
+    """Verified nodes of R trees in the order of `Tree`: tokens, parents and sources [R, M].
+
+    indices [R, 1 + M]: those of the anchor and of every verified node in its `Tree`.
+    """
+
+    indices: Array
+    tokens: Array
+    parents: Array
+    sources: Array
 
 
 def choice_chances(
@@ -125,21 +150,29 @@ def grow(lists: Lists, most: Array, widest: Array, room: int) -> Nodes | None:
     if (library := text_library()) is None:
         return None
     rows, (laters, *shape) = len(lists.depths), lists.chances.shape
-    chances, num = np.empty((rows, room)), np.empty(rows, dtype=np.int64)
-    parents, flat, num_later, depths = integers = np.empty((4, rows, room), dtype=np.int64)
+    chances, num = np.zeros((rows, room)), np.empty(rows, dtype=np.int64)
+    integers = np.zeros((7, rows, room), dtype=np.int64)
     limits = map(pointer, (lists.firsts, lists.depths, most, widest))
-    is_later = c_void_p() if lists.is_later is None else pointer(lists.is_later)
-    sizes, choices_in = map(c_long, (*shape, laters)), (pointer(lists.chances), pointer(lists.places), is_later)
-    nodes_out = pointer(chances), *map(pointer, integers), pointer(num)
-    if library.grow_trees(c_long(rows), *limits, *sizes, *choices_in, c_long(room), *nodes_out):
+    inputs = lists.chances, lists.places, lists.is_later, lists.tokens, lists.choices, lists.steps
+    choices_in = (c_void_p() if values is None else pointer(values) for values in inputs)
+    nodes_out = map(pointer, (chances, *integers, num))
+    if library.grow_trees(
+        c_long(rows), *limits, *map(c_long, (*shape, laters)), *choices_in, c_long(room), *nodes_out
+    ):
         raise MemoryError("no memory for a tree")
-    # Arrays are not written beyond a tree's last node: any valid index will do there.
-    flat = np.where(np.arange(room) < num[:, None], flat, 0)
-    choices = flat if lists.choices is None else lists.choices.reshape(-1)[flat]
-    steps = np.full_like(flat, -1) if lists.steps is None else lists.steps.reshape(-1)[flat]
-    sources = DRAFTED * (choices >= 0) + LOOKED_UP * (steps >= 0)
-    tokens = lists.tokens.reshape(-1)[flat]
-    return Nodes(tokens, parents, chances, depths, choices, num_later, steps, sources, num)
+    tokens, parents, *others = integers
+    return Nodes._make([tokens, parents, chances, *others, num])
+
+
+def ordered(nodes: Nodes, sizes: Array) -> Ordered | None:
+    """The first sizes[r] nodes of every tree, in the order in which they are verified (`trees.places_of`)."""
+    if (library := text_library()) is None:
+        return None
+    rows, room = nodes.tokens.shape
+    found = Ordered(np.zeros((rows, 1 + room), dtype=np.int64), *np.zeros((3, rows, room), dtype=np.int64))
+    arrays = map(pointer, (sizes, nodes.tokens, nodes.parents, nodes.sources, *found))
+    library.order_trees(c_long(rows), c_long(room), *arrays)
+    return found
 
 
 def select_nodes(

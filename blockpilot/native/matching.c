@@ -13,11 +13,15 @@ static uint32_t bucket(int32_t first, int32_t second, int bits)
 /* Appends tokens [ends[r - 1] .. ends[r]) of `added` to texts[r] of R. A text has tokens and previous [room], heads
  * [1 << bits] and num[text] tokens so far: heads is the latest position in each bucket at which a pair of tokens ends,
  * previous the position before it in the same bucket; -1 for none. expected[text] is the first token that its latest
- * match predicted, -1 for none, and held[text] how often that was right lately. */
-void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *tokens, int32_t *previous,
+ * match predicted, -1 for none, and held[text] how often that was right lately. Returns 0, or before anything is
+ * written the number of tokens of a text that has no room for them. */
+int extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *tokens, int32_t *previous,
                   int32_t *heads, int64_t *num, const int32_t *expected, double *held, const int32_t *added,
                   const int64_t *ends)
 {
+    for (long r = 0, from = 0; r < rows; from = ends[r++])
+        if (num[texts[r]] + ends[r] - from > room)
+            return num[texts[r]] + ends[r] - from;
     for (long r = 0, from = 0; r < rows; from = ends[r++]) {
         int32_t *text = tokens + texts[r] * room, *before = previous + texts[r] * room;
         int32_t *latest = heads + (texts[r] << bits), promised = expected[texts[r]];
@@ -32,6 +36,7 @@ void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t 
             }
         }
     }
+    return 0;
 }
 
 /* For texts[r] of R: the longest match of its end (at most LONGEST tokens) among the latest MOST_PLACES earlier

@@ -6,7 +6,7 @@ arctic-inference, find the same longest match in one text, and take some hundred
 
 from collections.abc import Sequence
 from ctypes import CDLL, c_int, c_long
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,15 +50,13 @@ class TextIndex:
         self._heads = np.full((num_texts, 1 << self._bits), -1, dtype=np.int32)
         self._num = np.zeros(num_texts, dtype=np.int64)
         self._expected, self._held = np.full(num_texts, -1, dtype=np.int32), np.full(num_texts, 0.5)
+        shape = c_long(room), c_int(self._bits)
+        arrays = self._tokens, self._previous, self._heads, self._num, self._expected, self._held
+        self._state = *shape, *(pointer(array) for array in arrays)
 
     @property
     def num_bytes(self) -> int:
         return self._tokens.nbytes + self._previous.nbytes + self._heads.nbytes
-
-    @property
-    def lengths(self) -> Array:
-        """Tokens of every text."""
-        return self._num
 
     def clear(self, text: int) -> None:
         """Empty a text."""
@@ -67,22 +65,17 @@ class TextIndex:
 
     def extend(self, texts: Array, added: Sequence[Sequence[int]]) -> None:
         """Append tokens to texts [R] int64; ValueError if they exceed `room`."""
-        sizes = np.array(list(map(len, added)), dtype=np.int64)
-        if ((self._num[texts] + sizes) > self._tokens.shape[1]).any():
-            most = int((self._num[texts] + sizes).max())
+        ends = np.array(list(accumulate(map(len, added))), dtype=np.int64)
+        flat = np.fromiter(chain.from_iterable(added), dtype=np.int32)
+        text = c_long(len(texts)), pointer(texts)
+        if most := self._library.extend_texts(*text, *self._state, pointer(flat), pointer(ends)):
             raise ValueError(f"{most} tokens: a text has room for {self._tokens.shape[1]}")
-        flat, ends = np.fromiter(chain.from_iterable(added), dtype=np.int32), sizes.cumsum()
-        self._library.extend_texts(*self._texts(texts), pointer(flat), pointer(ends))
 
     def match(self, texts: Array, most: int) -> Matches:
         """Longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
         rows = len(texts)
         sizes, seen = np.empty((2, rows), dtype=np.int64)
         matches = Matches(np.empty((rows, most), dtype=np.int32), sizes, np.empty((rows, 3)), seen)
-        self._library.match_texts(*self._texts(texts), c_long(most), *(pointer(values) for values in matches))
+        text = c_long(rows), pointer(texts)
+        self._library.match_texts(*text, *self._state, c_long(most), *map(pointer, matches))
         return matches
-
-    def _texts(self, texts: Array) -> tuple[object, ...]:
-        state: tuple[Array, ...] = (self._tokens, self._previous, self._heads, self._num)
-        arrays = map(pointer, (*state, self._expected, self._held))
-        return c_long(len(texts)), pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays

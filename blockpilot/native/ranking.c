@@ -277,31 +277,32 @@ static double log_total(const stored *row, long size, float top, float temperatu
 /* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `places` (struct subset; NULL for all) ->
  * the best tokens of each row and their values [rows, num], as in `sampling.race`.
  *
- * temperatures [rows]: 0 is greedy, without top_k, top_p and log_min_p [rows]. A row's key is a hash of its seed and
- * position. With log_probs [rows, num], values are normalised over the row, too. In broken rows, and beyond the tokens
- * that can be drawn, values are -INFINITY and tokens arbitrary. */
+ * limits [rows, 3]: temperature, top_p and log_min_p; temperature 0 is greedy, without limits. draws [rows, 2]: top_k
+ * and seed; a row's key is a hash of its seed and position. With log_probs [rows, num], values are normalised over the
+ * row, too. In broken rows, and beyond the tokens that can be drawn, values are -INFINITY and tokens arbitrary. room
+ * [rows, num] is a buffer. */
 void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *places, const stored *logits,
-               const float *temperatures, const int64_t *top_k, const double *top_p, const double *log_min_p,
-               const int64_t *seeds, const int64_t *positions, long num, int64_t *tokens, double *values,
-               double *log_probs, uint8_t *broken, int threads)
+               const double *limits, const int64_t *draws, const int64_t *positions, long num, int64_t *tokens,
+               float *values, float *log_probs, uint8_t *broken, double *room, int threads)
 {
     const struct subset subset = {vocabulary, ids, places};
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long i = 0; i < rows; i++) {
         const stored *row = logits + i * size;
-        struct ranking ranking = {num, 0, tokens + i * num, values + i * num};
-        float top = largest(row, size), temperature = temperatures[i] > 0 ? temperatures[i] : 1, least = -INFINITY;
+        struct ranking ranking = {num, 0, tokens + i * num, room + i * num};
+        double top_p = limits[3 * i + 1], log_min_p = limits[3 * i + 2];
+        long most = draws[2 * i], seed = draws[2 * i + 1], is_drawn = limits[3 * i] > 0;
+        float top = largest(row, size), temperature = is_drawn ? limits[3 * i] : 1, least = -INFINITY;
         broken[i] = !(fabsf(top) < LARGEST);
-        if (!broken[i] && temperatures[i] > 0 && (top_k[i] < size || top_p[i] < 1 || log_min_p[i] > -INFINITY)) {
-            long most = top_k[i];
-            if (log_min_p[i] > -INFINITY) { /* min_p includes a number of best tokens, as top_k does */
-                long left = count_from(row, size, top + temperature * log_min_p[i]);
+        if (!broken[i] && is_drawn && (most < size || top_p < 1 || log_min_p > -INFINITY)) {
+            if (log_min_p > -INFINITY) { /* min_p includes a number of best tokens, as top_k does */
+                long left = count_from(row, size, top + temperature * log_min_p);
                 most = left < most ? left : most;
             }
-            least = least_kept(row, size, top, temperature, most, top_p[i]);
+            least = least_kept(row, size, top, temperature, most, top_p);
         }
-        if (!broken[i] && temperatures[i] > 0)
-            race(row, size, &subset, top, temperature, least, mixed((mixed(seeds[i] + step) ^ positions[i]) + step),
+        if (!broken[i] && is_drawn)
+            race(row, size, &subset, top, temperature, least, mixed((mixed(seed + step) ^ positions[i]) + step),
                  &ranking);
         else if (!broken[i])
             rank_all(row, size, &subset, &ranking);
@@ -309,7 +310,7 @@ void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const 
         for (long place = 0; place < num; place++) {
             int is_found = place < ranking.found;
             ranking.tokens[place] = is_found ? ranking.tokens[place] : token_at(&subset, 0);
-            ranking.values[place] = is_found ? ranking.values[place] - total : -INFINITY;
+            values[i * num + place] = is_found ? ranking.values[place] - total : -INFINITY;
             if (log_probs)
                 log_probs[i * num + place] =
                     is_found ? at(row, place_of(&subset, ranking.tokens[place])) / temperature - total : -INFINITY;

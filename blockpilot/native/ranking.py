@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from ctypes import c_int, c_long, c_void_p
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.native.library import library_for
+from blockpilot.native.library import library_for, pointer
 from blockpilot.types import Sampling
 
 LARGEST = 1e30  # scores beyond it count as not finite; higher temperatures are clipped, with the same result
@@ -20,8 +21,8 @@ LARGEST = 1e30  # scores beyond it count as not finite; higher temperatures are 
 class Ranked(NamedTuple):
     """The best tokens of N positions and their values in the race, both [N, num], and the mask [N] of broken rows.
 
-    With log_probs [N, num], values are normalised over each position, as in `Candidates`. Tokens are arbitrary in
-    broken rows, and beyond the tokens that can be drawn.
+    With log_probs [N, num], values are normalised over each position, as in `Candidates`. In broken rows, and beyond
+    the tokens that can be drawn, tokens are arbitrary; their values are -inf if `rank` made them.
     """
 
     tokens: Tensor
@@ -69,30 +70,29 @@ def rank(
     """The `num` <= V best tokens of logits [N, V]; with `of` only its tokens have logits, [N, K]."""
     library = library_for(logits.dtype, logits.device)
     assert library is not None
-    logits, shape = logits.contiguous(), (len(logits), num)
-    # 1. Parameters of every row as arrays; temperature 0 is greedy, and top_k of the vocabulary size is no limit.
-    parameters = list[tuple[float, int, float, float, int]]()
-    for request in sampling:
-        temperature = 0.0 if request.is_greedy else min(request.temperature, LARGEST)
-        most = min(request.top_k or logits.shape[1], logits.shape[1])
-        parameters.append((temperature, most, request.top_p, log_min_p(request), request.seed))
-    columns = list(zip(*parameters, strict=True)) or [()] * 5
-    temperatures = torch.tensor(columns[0], dtype=torch.float32)
-    top_p, min_p = torch.tensor(columns[2], dtype=torch.float64), torch.tensor(columns[3], dtype=torch.float64)
-    top_k, seeds = torch.tensor(columns[1], dtype=torch.int64), torch.tensor(columns[4], dtype=torch.int64)
-    row_positions = torch.tensor(list(positions), dtype=torch.int64)
-    assert len(temperatures) == len(row_positions) == len(logits)
+    assert len(positions) == len(sampling) == len(logits)
+    logits, shape, size = logits.contiguous(), (len(logits), num), logits.shape[1]
+    # 1. Parameters of every row. Most rows share theirs with others, of the same request.
+    distinct = {id(request): request for request in sampling}
+    limits_of, draw_of = dict[int, tuple[float, float, float]](), dict[int, tuple[int, int]]()
+    for key, request in distinct.items():
+        temperature = 0.0 if request.is_greedy else min(request.temperature, LARGEST)  # 0 is greedy
+        limits_of[key] = temperature, request.top_p, log_min_p(request)
+        draw_of[key] = min(request.top_k or size, size), request.seed  # of the vocabulary size it is no limit
+    limits = np.array([limits_of[id(request)] for request in sampling], dtype=np.float64)
+    draws = np.array([draw_of[id(request)] for request in sampling], dtype=np.int64)
+    row_positions = np.array(positions, dtype=np.int64)
     # 2. Buffers for the results, and the call.
-    tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
-    log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None
+    tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+    log_probs = torch.empty(shape) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)
-    inputs = map(_pointer, (logits, temperatures, top_k, top_p, min_p, seeds, row_positions))
-    results = map(_pointer, (tokens, values, log_probs, broken))
+    room = torch.empty(shape, dtype=torch.float64)
+    results = map(_pointer, (tokens, values, log_probs, broken, room))
     ids, places = (None, None) if of is None else map(_pointer, of)
-    vocab_size = logits.shape[1] if of is None else len(of.places)
-    sizes = map(c_long, (*logits.shape, vocab_size))
+    sizes = map(c_long, (*logits.shape, size if of is None else len(of.places)))
+    inputs = _pointer(logits), *map(pointer, (limits, draws, row_positions))
     library.rank_rows(*sizes, ids, places, *inputs, c_long(num), *results, c_int(torch.get_num_threads()))
-    return Ranked(tokens, values.float(), broken, None if log_probs is None else log_probs.float())
+    return Ranked(tokens, values, broken, log_probs)
 
 
 def _pointer(values: Tensor | None) -> c_void_p | None:

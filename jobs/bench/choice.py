@@ -21,16 +21,15 @@ from pydantic import Field
 from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Paths, Prior
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, passes, read_price
-from blockpilot.engine.growing import Offered, grow_all, offer, offer_paths, verified
+from blockpilot.engine.growing import Grown, Offered, grow_all, offer, offer_paths, verified
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import Node, places_of
 from blockpilot.evaluation.tables import markdown
 from blockpilot.policy.learned import StepPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.storage import join
 from blockpilot.sweep.rows import NUM_CHOICES, SweepRow, read_parts
-from blockpilot.types import MAX_BLOCK_SIZE, Candidates, Request, Sampling
+from blockpilot.types import MAX_BLOCK_SIZE, Candidates, Request, Sampling, Step
 from jobs.common.config import Config, Place, main
 
 Array = NDArray[Any]
@@ -112,14 +111,16 @@ def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Ca
         depths = [max(1, depth) for depth in depths]
         candidates = _candidates(log_probs[: sum(depths)], log_probs[: sum(depths)], drawn=True)
         started = time.perf_counter()
-        nodes, offered = _select(controller, rows, depths, candidates, kinds, paths)
+        grown, offered = _select(controller, rows, depths, candidates, kinds, paths)
         seconds += time.perf_counter() - started
         between()  # the target's
         started = time.perf_counter()
-        accepted = [[0, 1] if tree else [0] for tree in nodes]
-        emitted = [[tree[0].token, 0] if tree else [0] for tree in nodes]
-        outcome = verified(nodes, accepted, emitted, offered)
-        controller.learn(StepOutcome(Load(num_rows, sum(depths), sum(map(len, nodes))), verified=outcome), 0.02)
+        trees = dict(zip(grown.slots, grown.trees, strict=True))
+        first = [trees[slot].tokens[:1] if slot in trees else () for slot in range(num_rows)]
+        emitted, accepted = [(*tokens, 0) for tokens in first], [list(range(1 + len(tokens))) for tokens in first]
+        steps = [Step(row.request_id, tokens, 1, 0, None) for row, tokens in zip(rows, emitted, strict=True)]
+        outcome = partial(verified, rows, grown, accepted, steps, offered)
+        controller.learn(StepOutcome(Load(num_rows, sum(depths), int(grown.sizes.sum())), verified=outcome), 0.02)
         for row, tokens in zip(rows, emitted, strict=True):
             row.tokens += tokens
         return seconds + time.perf_counter() - started
@@ -149,7 +150,7 @@ def _select(
     candidates: Candidates,
     kinds: Array,
     paths: Paths | None = None,
-) -> tuple[list[list[Node]], Offered | None]:
+) -> tuple[Grown, Offered | None]:
     """Select nodes as the engine does, for rows that drafted these depths."""
     slots = [slot for slot, depth in enumerate(depths) if depth]
     slot_depths = [depths[slot] for slot in slots]
@@ -244,11 +245,18 @@ def _chosen(texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, prio
         candidates = (
             _candidates_at(drafting) if drafting else _candidates(np.zeros((0, 1)), np.zeros((0, 1)), drawn=False)
         )
-        nodes, _ = _select(controller, [row.row for row in rows], depths, candidates, sampled)
-        paths = [_path(tree, row.text.ranks[row.position]) for tree, row in zip(nodes, rows, strict=True)]
-        load = Load(num_rows, sum(depths), sum(map(len, nodes)), passes(depths, price.is_sequential))
-        emitted = [row.text.ranks[row.position, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]
-        controller.learn(StepOutcome(load, verified=verified(nodes, paths, emitted)), price.seconds(load))
+        all_rows = [row.row for row in rows]
+        grown, offered = _select(controller, all_rows, depths, candidates, sampled)
+        paths = [[0] for _ in rows]
+        for g, slot in enumerate(grown.slots):
+            paths[slot] = _path(grown, g, rows[slot].text.ranks[rows[slot].position])
+        load = Load(num_rows, sum(depths), int(grown.sizes.sum()), passes(depths, price.is_sequential))
+        steps = list[Step]()
+        for row, path in zip(rows, paths, strict=True):
+            ranks = row.text.ranks[row.position, : len(path)].tolist()
+            steps.append(Step(row.row.request_id, tuple(ranks), len(path), len(path) - 1, None))
+        outcome = partial(verified, all_rows, grown, paths, steps, offered)
+        controller.learn(StepOutcome(load, verified=outcome), price.seconds(load))
         seconds += price.seconds(load)
         num_tokens += sum(map(len, paths))
         moved = [row._replace(position=row.position + len(path)) for row, path in zip(rows, paths, strict=True)]
@@ -266,14 +274,17 @@ def _candidates_at(drafting: Sequence[tuple[ReplayedText, int, int]]) -> Candida
     return _candidates(scores, log_probs, drawn=False)._replace(drawn=drawn)
 
 
-def _path(nodes: Sequence[Node], correct_ranks: Array) -> list[int]:
-    """The accepted path in a tree, whose nodes are candidates of a draft without edges."""
-    children = {(node.parent, node.choice % NUM_CHOICES): number for number, node in enumerate(nodes, 1)}
-    columns, number, path = places_of(nodes), 0, [0]
+def _path(grown: Grown, g: int, correct_ranks: Array) -> list[int]:
+    """The accepted path in the tree of row g, whose nodes are candidates of a draft without edges."""
+    children, size = dict[tuple[int, int], int](), grown.sizes[g]
+    nodes = zip(grown.nodes.parents[g, :size].tolist(), grown.nodes.choices[g, :size].tolist(), strict=True)
+    for number, (parent, choice) in enumerate(nodes, 1):
+        children[parent, choice % NUM_CHOICES] = number
+    number, path = 0, [0]
     for rank in correct_ranks.tolist():
         if rank < 0 or (number := children.get((number, rank), -1)) < 0:
             break
-        path.append(columns[number])
+        path.append(int(grown.indices[g, number]))
     return path
 
 

@@ -59,7 +59,7 @@ def taught(model: AcceptanceModel, num_steps: int, rightness: float, *, drawn: b
         right = draws.random(DEEPEST) < rightness * own
         reached = np.concatenate([[True], right[:-1]]).cumprod().astype(bool)
         choices = K * np.flatnonzero(reached)
-        model.learn(proposal, choices, np.zeros(len(choices), dtype=int), right[reached])
+        model.learn(proposal.observed(choices, np.zeros(len(choices), dtype=int), right[reached]))
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def test_learning_is_the_regression_of_all_that_was_seen() -> None:
         proposal = proposed(model, drafted(1, step, drawn=True))
         choices, laters = draws.choice(DEEPEST * K, 5, replace=False), draws.choice([0, 0, 0, 1, 2, 5], 5)
         right = draws.random(5) < 0.3
-        model.learn(proposal, choices, laters, right)
+        model.learn(proposal.observed(choices, laters, right))
         x = np.zeros((5, NUM_WEIGHTS))
         x[:, :5] = knowledge(*proposal[:4])[choices // K, choices % K]
         x[np.arange(5), 5 + 2 * laters.clip(max=2) + (choices % K > 0)] = 1  # the context of a choice

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import Array, Expected
-from blockpilot.control.choose import RowPlan, Trees, _choose_nodes, best_drafting, choose_nodes, plan_rows
+from blockpilot.control.choose import RowPlan, _choose_nodes, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
+from helpers.trees import trees_to_select
 
 ALONE = Load(0)
 
@@ -155,14 +156,6 @@ def test_equals_take_the_shallowest() -> None:
 # --- nodes ---
 
 
-def trees_of(offered: Sequence[Sequence[float]]) -> Trees:
-    num = np.array(list(map(len, offered)))
-    chances = np.zeros((len(num), max(1, int(num.max()))))
-    for r, of_row in enumerate(offered):
-        chances[r, : num[r]] = of_row
-    return Trees(np.zeros_like(num), num, num, chances, np.ones_like(chances, dtype=int))
-
-
 @given(st.lists(st.tuples(falling, st.floats(0.1, 3)), min_size=1, max_size=6), prices, loads)
 def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
     rows: list[tuple[list[float], float]], price: StepPrice, beside: Load
@@ -176,9 +169,9 @@ def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
         more_s = price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(sizes)))
         return tokens - (more_s - price.seconds(drafted))
 
-    trees = trees_of(offered)
+    trees = trees_to_select(offered)
     taken = choose_nodes(trees, price, drafted, rates).tolist()
-    by_numpy: Array = _choose_nodes(trees.chances / rates[:, None], trees, price, drafted)
+    by_numpy: Array = _choose_nodes(trees.nodes.chances / rates[:, None], trees.nodes, price, drafted)
     every = product(*(range(len(of_row) + 1) for of_row in offered)) if sum(map(len, offered)) < 12 else [taken]
     best = max(map(saved, every))
     assert saved(taken) == pytest.approx(best, rel=1e-9, abs=1e-9)

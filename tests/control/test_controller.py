@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
-from blockpilot.control.choose import Drafting, Trees, best_drafting, choose_nodes, plan_rows
+from blockpilot.control.choose import Drafting, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
@@ -17,6 +17,7 @@ from blockpilot.control.controller import (
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.evaluation.baselines import DepthController
 from helpers.prices import price
+from helpers.trees import trees_to_select
 
 ALONE, DEEPEST = Load(0), 4
 PRICE = price(launch_s=0.1, slot_s=0.02, token_s=0.05)
@@ -30,13 +31,6 @@ def greedy(num: int, deepest: int = DEEPEST) -> Planned:
     return Planned(np.zeros(num, dtype=int), np.full(num, deepest))
 
 
-def trees(*of_rows: list[float]) -> Trees:
-    """Trees of rows at temperature 0, whose nodes are as deep as they are many."""
-    num, most = np.array(list(map(len, of_rows))), max(map(len, of_rows))
-    chances = np.array([[*of_row, *[0.0] * (most - len(of_row))] for of_row in of_rows])
-    return Trees(np.zeros(len(num), dtype=int), num, num, chances, np.tile(np.arange(1, most + 1), (len(num), 1)))
-
-
 def run(
     controller: Controller, num_steps: int, chances: list[float], seconds: float | None = None
 ) -> list[list[int]]:
@@ -44,7 +38,7 @@ def run(
     found, first = list[list[int]](), controller.price
     for _ in range(num_steps):
         depth = int(controller.plan(greedy(1), ALONE)[0])
-        taken = int(controller.select(trees(chances[:depth]), Load(1, depth))[0]) if depth else 0
+        taken = int(controller.select(trees_to_select([chances[:depth]]), Load(1, depth))[0]) if depth else 0
         load = Load(1, depth, taken)
         controller.learn(StepOutcome(load), first.seconds(load) if seconds is None else seconds)
         found.append([depth, taken])
@@ -68,7 +62,7 @@ def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
     controller = controller_of(price(token_s=0.2))
     rate = plan_rows(controller.model.expected(), 1, controller.price, ALONE).rate[0]
     depth = int(controller.plan(greedy(1), ALONE)[0])
-    offered = trees([rate * 0.2 + 0.01, rate * 0.2 - 0.01])
+    offered = trees_to_select([[rate * 0.2 + 0.01, rate * 0.2 - 0.01]])
     assert controller.select(offered, Load(1, depth)).tolist() == [1]
     assert choose_nodes(offered, controller.price, Load(1, depth), np.array([1.0])).tolist() == [2]
 
@@ -80,11 +74,11 @@ def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
     for _ in range(100):
         kinds = np.array([carried, other])
         depths = controller.plan(Planned(kinds, np.full(2, DEEPEST)), ALONE)
-        chances = np.array([[0.99] * 4, [0.8, 0.6, 0.4, 0.3]])
-        of_nodes = np.array([[0] * 4, [1, 2, 3, 4]])
-        num = np.array([4, int(depths[1])])
-        controller.select(Trees(kinds, depths, num, chances, of_nodes), Load(2, int(depths.sum())))
+        offered = trees_to_select([[0.99] * 4, [0.8, 0.6, 0.4, 0.3][: int(depths[1])]])
+        offered.nodes.steps[0] = 0  # the first row's nodes are of a path
+        controller.select(offered._replace(kinds=kinds, drafted=depths), Load(2, int(depths.sum())))
         controller.learn(StepOutcome(Load(2, int(depths.sum()), 4)), 1.0)
+    controller._spare_s = 0.0  # no exploration is due
     assert controller.plan(Planned(np.array([carried]), np.full(1, DEEPEST)), ALONE).tolist() == [0]
     assert controller.plan(Planned(np.array([other]), np.full(1, DEEPEST)), ALONE)[0] > 0
 
@@ -174,7 +168,7 @@ def test_drafts_come_back_after_texts_that_they_fail_in(of: StepPrice | None) ->
 def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted() -> None:
     controller = controller_of(kind=DepthController)
     depth = int(controller.plan(greedy(1), ALONE)[0])
-    assert controller.select(trees([0.5, 1e-3, 1e-6][:depth]), Load(1, depth)).tolist() == [min(depth, 3)]
+    assert controller.select(trees_to_select([[0.5, 1e-3, 1e-6][:depth]]), Load(1, depth)).tolist() == [min(depth, 3)]
 
 
 def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
@@ -182,9 +176,11 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
     controller = controller_of(price(launch_s=0.01))
     before = controller.model.expected().counts[0, 1:]
     controller.plan(greedy(2), ALONE)
-    offered = trees([1.0, 1.0, 1.0], [1.0, 1.0])._replace(drafted=np.array([1, 0]))
-    controller.select(offered._replace(depths=np.array([[1, -1, -1], [-1, -1, -1]])), Load(2, 1))
-    controller.plan(greedy(1), ALONE)
+    offered = trees_to_select([[1.0, 1.0, 1.0], [1.0, 1.0]])
+    offered.nodes.choices[0, 1:], offered.nodes.choices[1] = -1, -1
+    controller.select(offered._replace(drafted=np.array([1, 0])), Load(2, 1))
+    for _ in range(PLAN_EVERY):
+        controller.plan(greedy(1), ALONE)
     after = controller.model.expected().counts[0, 1:]
     np.testing.assert_array_equal(after[1:], before[1:])
     assert (after[0] <= 1).all()

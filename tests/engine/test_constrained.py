@@ -44,7 +44,7 @@ def test_constrained_drafts_teach_nothing(tiny_pair: Pair) -> None:
     request = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
     [steps] = run(Engine(tiny_pair, max_length=128, controller=controller), [request])
     assert any(step.tree.tokens for step in steps)
-    assert not any(len(outcome.verified.choices) for outcome in controller.outcomes)
+    assert not any(len(verified.choices) for verified in controller.verified)
 
 
 def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:

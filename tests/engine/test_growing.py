@@ -15,9 +15,10 @@ from blockpilot.control.controller import Verified
 from blockpilot.engine import growing
 from blockpilot.engine.growing import Array, Offered, grow_all, offer_paths, verified
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import Node, best_first, choices_of, paths_of, tree_of, walk
+from blockpilot.engine.trees import Node, best_first, choices_of, paths_of, walk
 from blockpilot.native.growing import PATH_INPUTS, Lists
-from blockpilot.types import Layout, Request
+from blockpilot.types import DRAFTED, Layout, Request, Step
+from helpers.trees import grown_of, nodes_of, tree_of
 
 NUM_TOKENS = 40
 
@@ -28,7 +29,7 @@ def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Seque
     chances = -np.sort(-draws.integers(0, 9, (laters, num, lists, k)) / 8, axis=-1)
     places = draws.integers(-1, lists, (num, lists, k))
     places[:, 0, 0] = 0
-    tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k]
+    tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k].copy()
     ends, drafted = np.cumsum(np.array(depths, dtype=int)), np.array(depths, dtype=int)
     lists = Lists(ends - depths, drafted, tokens, chances, places)
     return Offered(slots or range(len(depths)), drafted, lists, unknown=-1)
@@ -82,14 +83,15 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
     sizes = draws.integers(0, most + 1, len(rows)).tolist()
 
     def select(trees: Trees) -> Array:
-        shown.extend(of_row[:num].tolist() for of_row, num in zip(trees.chances, trees.num, strict=True))
-        return np.array([min(size, num) for size, num in zip(sizes, trees.num.tolist(), strict=False)])
+        chances, nums = trees.nodes.chances, trees.nodes.num.tolist()
+        shown.extend(of_row[:num].tolist() for of_row, num in zip(chances, nums, strict=True))
+        return np.array([min(size, num) for size, num in zip(sizes, nums, strict=False)])
 
     with pytest.MonkeyPatch.context() as patch:
         if by == "Python":
             patch.setattr(growing, "has_functions", lambda: False)
         found = grow_all(rows, offered, np.zeros(len(rows), dtype=int), select, most)
-    expected: list[list[Node]] = [[] for _ in rows]
+    expected = dict[int, list[Node]]()
     may_be_taken = list[list[float]]()
     for place, slot in enumerate(drafting_slots):
         row = rows[slot]
@@ -101,13 +103,15 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
             nodes = nodes[: sizes[len(may_be_taken) - 1]]
         expected[slot] = nodes
     assert shown == may_be_taken
-    assert found == [[with_token(offered, node) for node in nodes] for nodes in expected]
+    assert nodes_of(found) == {
+        slot: [with_token(offered, node) for node in nodes] for slot, nodes in expected.items()
+    }
+    assert list(found.trees) == [tree_of(nodes) for nodes in nodes_of(found).values()]
 
 
 def with_token(offered: Offered | None, node: Node) -> Node:
     assert offered is not None
-    assert node.token == offered.lists.tokens.reshape(-1)[node.choice]
-    return node
+    return node._replace(token=int(offered.lists.tokens.reshape(-1)[node.choice]), source=DRAFTED)
 
 
 # --- paths of earlier text beside the draft's choices ---
@@ -190,8 +194,9 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
     weights = draws.normal(0, 1, (2, PATH_INPUTS))
     merged = offer_paths(offered, paths, weights)
     rows, room = [row_of(Asked("tree", None))] * len(sizes), 400
-    every = grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.num, room)
-    for slot, nodes in enumerate(every):
+    every = nodes_of(grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.nodes.num, room))
+    for slot in range(len(sizes)):
+        nodes = every.get(slot, [])
         prefixes, found = [()], dict[Any, Merged]()
         for node in nodes:
             prefixes.append((*prefixes[node.parent], node.token))
@@ -225,6 +230,18 @@ def slow_verified(trees: Sequence[Sequence[Node]], emitted: Sequence[Sequence[in
     return found
 
 
+def outcomes(
+    trees: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
+) -> Verified:
+    """Of rows that adapt."""
+    rows = [row_of(Asked("auto", None)) for _ in trees]
+    steps = list[Step]()
+    for r, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
+        row.request_id = r
+        steps.append(Step(r, tuple(tokens), 1, len(tokens) - 1, None))
+    return verified(rows, grown_of(trees), paths, steps, None)
+
+
 def listed(found: Verified) -> list[tuple[Any, ...]]:
     return list(zip(*(values.tolist() for values in found[:3]), strict=True))
 
@@ -249,10 +266,10 @@ def test_what_was_verified_is_what_the_texts_say(depths: list[int], seed: int) -
         trees.append(nodes)
         taken.append(path[:num])
         emitted.append(tokens[:num])
-    assert listed(verified(trees, taken, emitted)) == slow_verified(trees, emitted)
+    assert listed(outcomes(trees, taken, emitted)) == slow_verified(trees, emitted)
 
 
 def test_forced_tokens_are_no_choices_of_the_draft() -> None:
     """Those of a constraint, which the model has said nothing of."""
     nodes = [Node(5, 0, 1.0, 1), Node(6, 1, 1.0, 2)]
-    assert listed(verified([nodes], [[0, 1, 2]], [[5, 6, 7]])) == []
+    assert listed(outcomes([nodes], [[0, 1, 2]], [[5, 6, 7]])) == []

@@ -104,10 +104,10 @@ class Reader:
             assert sizes == [len(decoded[index].tree.tokens) for index in free]
         # 3. The outcome is the load, and what the texts say of the nodes that were verified.
         assert outcome.load == Load(len(ids), sum(depths), sum(step.block_size - 1 for step in decoded), num_passes)
-        assert outcome.verified is not None
+        verified = self.controller.verified[-1]
         right = [pair for index in free for pair in self.rightness(decoded[index])]
-        tokens = [pair for of_pass in drafted for pair in tokens_of(of_pass, outcome.verified.choices)]
-        assert sorted(zip(tokens, outcome.verified.right.tolist(), strict=True)) == sorted(right)
+        tokens = [pair for of_pass in drafted for pair in tokens_of(of_pass, verified.choices)]
+        assert sorted(zip(tokens, verified.right.tolist(), strict=True)) == sorted(right)
         for step in steps:
             self.num_emitted[step.request_id] += len(step.tokens)
         self.plans.clear()
@@ -187,7 +187,7 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
     prompts = [outcome.num_prompt_tokens for outcome in controller.outcomes]
     assert sum(prompts) == sum(len(of_one.prompt_ids) for of_one in requests)
     assert max(prompts) <= 12
-    right = np.concatenate([outcome.verified.right for outcome in controller.outcomes])
+    right = np.concatenate([verified.right for verified in controller.verified])
     assert 2 < right.sum() < len(right) / 2
     assert (controller.model.weights != before).any() or num_slots > 1  # few steps
 
@@ -200,7 +200,7 @@ def test_a_row_that_failed_tells_nothing(tiny_pair: Pair, monkeypatch: pytest.Mo
     for i in range(2):
         engine.add(Request(PROMPT[i:], 20, stop_token_ids=NEVER, layout="chain", lookup=False))
     engine.step(), engine.step()
-    assert {choice // 16 for choice in controller.outcomes[-1].verified.choices.tolist()} == {0, 1}  # 2 slots of 8
+    assert {choice // 16 for choice in controller.verified[-1].choices.tolist()} == {0, 1}  # 2 slots of 8
     logits = engine._target.logits
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -208,4 +208,4 @@ def test_a_row_that_failed_tells_nothing(tiny_pair: Pair, monkeypatch: pytest.Mo
         )
         engine.step()
     assert failed == [0]
-    assert {choice // 16 for choice in controller.outcomes[-1].verified.choices.tolist()} == {1}
+    assert {choice // 16 for choice in controller.verified[-1].choices.tolist()} == {1}

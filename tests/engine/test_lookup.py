@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockpilot.control import acceptance
+from blockpilot.control import controller as controllers
 from blockpilot.control.acceptance import Array, Paths
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.rows import Row
@@ -108,7 +108,7 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
     tiny_pair: Pair, circles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path's token is right where the answer has it; those below a wrong one are not known."""
-    monkeypatch.setattr(acceptance, "LEARN_EVERY", 2)
+    monkeypatch.setattr(controllers, "LEARN_EVERY", 2)
     controller = Watched(tiny_pair.block_size - 1)
     engine = Engine(tiny_pair, num_slots=2, max_length=400, controller=controller)
     requests = [Request(circles, 60, stop_token_ids=NEVER), Request(circles[2:], 50, stop_token_ids=NEVER)]
@@ -118,9 +118,7 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
     rights = list[bool]()
     while not engine.idle:
         steps = engine.step()
-        found = controller.outcomes[-1].verified
-        if found is None:
-            continue
+        found = controller.verified[-1]
         expected = list[bool]()
         for step in steps:
             paths: list[tuple[int, ...]] = [()]

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.trees import Node, Slots, best_first, choices_of, paths_of, tree_of, walk
+from blockpilot.engine.trees import Node, Slots, best_first, choices_of, paths_of, walk
 from blockpilot.models.packing import Packing, depths_of
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Request, Sampling, Tree
 from helpers.engines import NEVER, PROMPT, run
+from helpers.trees import tree_of
 
 CPU = torch.device("cpu")
 SAMPLED = Sampling(1.0, seed=5)

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import AcceptanceModel
-from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, Planned
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.engine.engine import Engine
@@ -27,6 +26,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import Candidates, Layout, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.prices import price
+from helpers.trees import trees_to_select
 
 DEEPEST = 7
 
@@ -43,28 +43,16 @@ def planned(controller: Controller, num_rows: int, beside: Load) -> list[int]:
     return depths
 
 
-def trees(rows: Sequence[Sequence[float]]) -> Trees:
-    num = np.array(list(map(len, rows)))
-    chances = np.zeros((len(rows), num.max()))
-    for r, of_row in enumerate(rows):
-        chances[r, : num[r]] = of_row
-    return Trees(
-        np.zeros(len(rows), dtype=int), num, num, chances, np.tile(np.arange(1, num.max() + 1), (len(rows), 1))
-    )
-
-
 @given(st.lists(falling, min_size=1, max_size=4), prices)
 def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: StepPrice) -> None:
     """The best tokens of all rows, as many as gain the most at the rate of the plan."""
     rival = WholeDraft(Margins(DEEPEST), price)
     assert planned(rival, len(rows), Load(1)) == [DEEPEST] * len(rows)
     drafted = Load(len(rows) + 1, DEEPEST * len(rows))
-    sizes = rival.select(trees(rows), drafted).tolist()
+    sizes = rival.select(trees_to_select(rows), drafted).tolist()
     chances = sorted((chance for of_row in rows for chance in of_row), reverse=True)
 
-    assert rival._plans is not None
-
-    def gain(num: int, rate: float = float(rival._plans.rate[0])) -> float:
+    def gain(num: int, rate: float = float(rival._rates[0])) -> float:
         return sum(chances[:num]) - rate * price.seconds(drafted._replace(num_verified=num))
 
     taken = sorted(
@@ -78,7 +66,7 @@ def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: S
 def test_a_budget_for_every_row_by_itself(rows: list[list[float]], price: StepPrice) -> None:
     rival = TreeBudget(AcceptanceModel(DEEPEST), price)
     assert planned(rival, len(rows), Load(0)) == [DEEPEST] * len(rows)
-    sizes = rival.select(trees(rows), Load(len(rows), DEEPEST * len(rows))).tolist()
+    sizes = rival.select(trees_to_select(rows), Load(len(rows), DEEPEST * len(rows))).tolist()
     for of_row, size in zip(rows, sizes, strict=True):
         rates = [(1 + sum(of_row[:num])) / price.seconds(Load(1, DEEPEST, num)) for num in range(len(of_row) + 1)]
         assert rates[size] == pytest.approx(max(rates))
@@ -105,7 +93,7 @@ def test_margins_learn_which_tokens_are_accepted() -> None:
             accepted += 1
         reached = min(accepted + 1, 2)  # the first two are verified
         choices = 2 * np.arange(reached)
-        margins_model.learn(proposal, choices, nothing[:reached], np.arange(reached) < accepted)
+        margins_model.learn(proposal.observed(choices, nothing[:reached], np.arange(reached) < accepted))
     assert (margins_model.of_margin[2] == 0.5).all()
     for margin in (0.5, 2.0, 4.0):
         chances = margins_model.propose(known, candidates(torch.full((3,), margin)), slots).chances

@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from blockpilot.control.acceptance import AcceptanceModel, Array
+from blockpilot.control.acceptance import OF_PATH, AcceptanceModel, Array
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Controller, Planned, StepOutcome
+from blockpilot.control.controller import Controller, Planned, StepOutcome, Verified
 from blockpilot.control.cost import Load, StepPrice
+
+
+NOTHING_VERIFIED = Verified(*np.zeros((3, 0), dtype=int), np.zeros((0, len(OF_PATH))), *np.zeros((2, 0), dtype=int))
 
 
 class Watched(Controller):
@@ -24,9 +27,11 @@ class Watched(Controller):
         super().__init__(AcceptanceModel(deepest), price, follows=follows)
         self.seconds = seconds
         self.outcomes: list[StepOutcome] = []
+        self.verified: list[Verified] = []
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         self.outcomes.append(outcome)
+        self.verified.append(outcome.verified() if outcome.verified is not None else NOTHING_VERIFIED)
         super().learn(outcome, seconds if self.seconds is None else self.seconds(outcome))
 
 
@@ -43,8 +48,8 @@ class Told(Watched):
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)
-        return self._begin(rows, np.minimum(self.turn[0], rows.deepest))
+        return np.minimum(self.turn[0], rows.deepest)
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         super().select(trees, drafted)
-        return np.minimum(self.turn[1], trees.num)
+        return np.minimum(self.turn[1], trees.nodes.num)

@@ -18,6 +18,7 @@ from blockpilot.types import Candidates, CandidateSet, Prefill
 
 PLAN_EVERY = 16  # steps
 LEARN_EVERY = 16  # steps whose outcomes form one update
+NUM_EARLY, SHARE_OF_LATER = 1024, 4  # steps of which all are learned from; then one in so many
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
 EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
 EXPLORE_SHARE = 0.008  # of the plain step cost, to spend on drafts whose expected gain is below their cost
@@ -80,6 +81,7 @@ class Controller:
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of others
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
         self._num_planned = 0  # steps since the first of the plans was made
+        self._num_steps = 0
         self._num_drafts = 0  # steps that drafted
         self._spare_s = 0.0  # saved up for exploration
         self._grown = list[Trees]()
@@ -175,7 +177,9 @@ class Controller:
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from the outcome of a step, and from its seconds."""
-        if outcome.verified is not None:
+        self._num_steps += 1
+        is_learned = self._num_steps <= NUM_EARLY or self._num_steps % SHARE_OF_LATER == 0
+        if outcome.verified is not None and is_learned:
             self._unlearned.append((self._proposal, outcome.verified))
         if len(self._unlearned) >= LEARN_EVERY:
             self._learn_nodes()

@@ -183,7 +183,9 @@ class SlotView:
     @property
     def row_slots(self) -> Tensor:
         """The slot of every row that is read, [R]."""
-        return torch.arange(self.layers.shape[2], device=self.layers.device)[self._rows]
+        if not isinstance(self._rows, slice):
+            return self._rows
+        return torch.arange(*self._rows.indices(self.layers.shape[2]), device=self.layers.device)
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""

@@ -147,17 +147,25 @@ class NativeLayers(DecoderLayers):
         buffers = [padded.new_empty(num, width) for width in widths]
         room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one more
         scores = torch.empty(threads * 2 * QUERIES * room)
-        expert_room = RoomOfExperts(list(filter(None, self._experts)), padded, threads)
+        experts = list(filter(None, self._experts))
+        expert_room = RoomOfExperts(experts, padded, threads) if experts else None
         # 4. The second output: features after the layers in `feature_layers`.
         num_features = len(feature_layers)
         features = padded.new_empty(num, num_features * shape.hidden)
-        layers = torch.tensor(feature_layers, dtype=torch.int64)
+        layers = (c_long * num_features)(*feature_layers)
         structs.check(
             self._run(
                 *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens), turns),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
                 *map(_address, (first_input, padded, *buffers, scores)),
-                *(room, byref(expert_room.struct), num_features, layers.data_ptr(), features.data_ptr(), threads),
+                *(
+                    room,
+                    expert_room and byref(expert_room.struct),
+                    num_features,
+                    layers,
+                    features.data_ptr(),
+                    threads,
+                ),
             )
         )
         if padded is not hidden:

@@ -51,12 +51,15 @@ class Packing:
         """[R]: depths of every row's tokens [sizes[r]]."""
         self.starts, self.parents, self.num_blocks = tuple(starts), parents, cut
         # By token [N]: its row, its offset in the row, its column in the cache, and its position in the text.
-        rows = np.repeat(np.arange(len(sizes)), sizes)
-        offsets = np.arange(self.num_tokens) - np.array(self.firsts)[rows]
-        first_columns = np.array(starts)[rows]
-        depths = offsets if parents is None else np.concatenate(self.depths)
-        self.on_host = np.stack([rows, offsets, first_columns + offsets, first_columns + depths])
+        self.on_host = np.empty((4, self.num_tokens), dtype=np.int64)
         """[4, N]: rows, offsets, columns and positions of the tokens."""
+        rows, offsets, columns, positions = self.on_host
+        rows[:], first_tokens, first_columns = np.array([range(len(sizes)), self.firsts, starts]).repeat(
+            sizes, axis=1
+        )
+        np.subtract(np.arange(self.num_tokens), first_tokens, out=offsets)
+        np.add(first_columns, offsets, out=columns)
+        positions[:] = columns if parents is None else first_columns + np.concatenate(self.depths)
         self._device = device
         self._uniform = self.num_tokens == self.width * len(self.sizes)
 

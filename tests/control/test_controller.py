@@ -1,5 +1,7 @@
 """Plans, selections and learning of a controller."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -8,14 +10,18 @@ from blockpilot.control.choose import Drafting, best_drafting, choose_nodes, pla
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
+    LEARN_EVERY,
+    NUM_EARLY,
     PLAN_EVERY,
     PROBE_EVERY,
+    SHARE_OF_LATER,
     Controller,
     Planned,
     StepOutcome,
 )
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.evaluation.baselines import DepthController
+from helpers.controllers import NOTHING_VERIFIED
 from helpers.prices import price
 from helpers.trees import trees_to_select
 
@@ -185,3 +191,13 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
     np.testing.assert_array_equal(after[1:], before[1:])
     assert (after[0] <= 1).all()
     assert after[0, -1] == pytest.approx(1 / (DOUBT + 1), rel=1e-2)
+
+
+def test_later_steps_are_learned_from_by_one_in_some() -> None:
+    """All of the first ones are, and outcomes that are not learned from are not computed."""
+    controller, learned = controller_of(), list[int]()
+    for step in range(NUM_EARLY + 10 * LEARN_EVERY * SHARE_OF_LATER):
+        outcomes = partial(lambda step: learned.append(step) or NOTHING_VERIFIED, step)
+        controller.learn(StepOutcome(Load(1, 1, 1), verified=outcomes), 1.0)
+    assert learned[:NUM_EARLY] == list(range(NUM_EARLY))
+    assert learned[NUM_EARLY:] == list(range(NUM_EARLY + SHARE_OF_LATER - 1, step + 1, SHARE_OF_LATER))

@@ -9,7 +9,6 @@ from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, Planned, StepOutcome, Verified
 from blockpilot.control.cost import Load, StepPrice
 
-
 NOTHING_VERIFIED = Verified(*np.zeros((3, 0), dtype=int), np.zeros((0, len(OF_PATH))), *np.zeros((2, 0), dtype=int))
 
 

@@ -18,7 +18,7 @@ from blockpilot.types import Candidates, CandidateSet, Prefill
 
 PLAN_EVERY = 16  # steps
 LEARN_EVERY = 16  # steps whose outcomes form one update
-NUM_EARLY, SHARE_OF_LATER = 1024, 4  # steps of which all are learned from; then one in so many
+NUM_EARLY, SHARE_OF_LATER = 256, 4  # steps of which all are learned from; then one in so many
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
 EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
 EXPLORE_SHARE = 0.008  # of the plain step cost, to spend on drafts whose expected gain is below their cost

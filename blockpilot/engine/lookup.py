@@ -36,6 +36,8 @@ class Lookup:
         if not indices or self._index is None:
             return None
         matches = self._matches([rows[r] for r in indices], min(most, MAX_DEPTH), self._index)
+        if matches is None:
+            return None
         # Cut at each row's limit, and by the controller where the rest is too improbable.
         sizes = [min(size, max(0, rows[r].deepest)) for r, size in zip(indices, matches.sizes.tolist(), strict=True)]
         if not any(sizes):
@@ -43,14 +45,13 @@ class Lookup:
         tokens, cut_sizes, inputs = _spread([matches.paths, np.array(sizes), matches.known], indices, len(rows))
         return follow(Paths(tokens, cut_sizes, inputs, drawn, np.zeros(len(rows))))
 
-    def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches:
-        """Matches of the rows' texts, after their new tokens were added to the index."""
-        texts = [self._text_of(row, index) for row in rows]
-        numbers = np.array(texts)
-        index.extend(numbers, [row.tokens[self._lengths[text] :] for row, text in zip(rows, texts, strict=True)])
+    def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches | None:
+        """Matches of the rows' texts, whose new tokens are added to the index; None if there are none."""
+        texts, added = [self._text_of(row, index) for row in rows], list[list[int]]()
         for row, text in zip(rows, texts, strict=True):
+            added.append(row.tokens[self._lengths[text] :])
             self._lengths[text] = len(row.tokens)
-        return index.match(numbers, most)
+        return index.match(texts, added, most)
 
     def end(self, row: Row) -> None:
         """Forget a row."""

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -78,7 +79,7 @@ def has_functions() -> bool:
     return text_library() is not None
 
 
-def pointer(values: Array) -> ctypes.Array[ctypes.c_char]:
+def pointer(values: "Array | array[int]") -> ctypes.Array[ctypes.c_char]:
     """An array as an argument of a C function; TypeError or ValueError if it is read-only or not contiguous."""
     return _NOTHING.from_buffer(values)  # type: ignore[arg-type]  # a buffer: numpy's types are older
 

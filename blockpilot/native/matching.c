@@ -42,11 +42,13 @@ int extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *
 /* For texts[r] of R: the longest match of its end (at most LONGEST tokens) among the latest MOST_PLACES earlier
  * occurrences of its last two tokens; of equal ones the latest. paths [R][most] are the tokens that followed; past the
  * text's end they repeat the path from its start. sizes[r] is `most`, or 0 without a match. known [R][3]: the length of
- * the match; the share of the latest seen[r] <= MOST_FOLLOWERS occurrences that the same token followed; and held. */
-void match_texts(long rows, const int64_t *texts, long room, int bits, const int32_t *tokens, const int32_t *previous,
+ * the match; the share of the latest seen[r] <= MOST_FOLLOWERS occurrences that the same token followed; and held.
+ * Returns the number of matches. */
+long match_texts(long rows, const int64_t *texts, long room, int bits, const int32_t *tokens, const int32_t *previous,
                  const int32_t *heads, const int64_t *num, int32_t *expected, const double *held, long most,
                  int32_t *paths, int64_t *sizes, double *known, int64_t *seen)
 {
+    long num_matches = 0;
     for (long r = 0; r < rows; r++) {
         const int32_t *text = tokens + texts[r] * room, *before = previous + texts[r] * room;
         long end = num[texts[r]], start = 0, num_same = 0, longest = 0;
@@ -75,6 +77,7 @@ void match_texts(long rows, const int64_t *texts, long room, int bits, const int
         int32_t *path = paths + r * most;
         for (long i = 0; i < most; i++)
             path[i] = start + i < end ? text[start + i] : path[i - (end - start)];
-        expected[texts[r]] = path[0];
+        expected[texts[r]] = path[0], num_matches++;
     }
+    return num_matches;
 }

@@ -4,6 +4,7 @@ In C (matching.c) by hash chains: a match takes microseconds whatever the length
 arctic-inference, find the same longest match in one text, and take some hundred bytes a token.
 """
 
+from array import array
 from collections.abc import Sequence
 from ctypes import CDLL, c_int, c_long
 from itertools import accumulate, chain
@@ -52,7 +53,8 @@ class TextIndex:
         self._expected, self._held = np.full(num_texts, -1, dtype=np.int32), np.full(num_texts, 0.5)
         shape = c_long(room), c_int(self._bits)
         arrays = self._tokens, self._previous, self._heads, self._num, self._expected, self._held
-        self._state = *shape, *(pointer(array) for array in arrays)
+        self._state = *shape, *(pointer(values) for values in arrays)
+        self._found = Matches(*[np.empty((0, 0))] * 4)  # buffers of the latest matches
 
     @property
     def num_bytes(self) -> int:
@@ -63,19 +65,23 @@ class TextIndex:
         self._heads[text], self._num[text] = -1, 0
         self._expected[text], self._held[text] = -1, 0.5
 
-    def extend(self, texts: Array, added: Sequence[Sequence[int]]) -> None:
-        """Append tokens to texts [R] int64; ValueError if they exceed `room`."""
-        ends = np.array(list(accumulate(map(len, added))), dtype=np.int64)
-        flat = np.fromiter(chain.from_iterable(added), dtype=np.int32)
-        text = c_long(len(texts)), pointer(texts)
-        if most := self._library.extend_texts(*text, *self._state, pointer(flat), pointer(ends)):
-            raise ValueError(f"{most} tokens: a text has room for {self._tokens.shape[1]}")
+    def match(self, texts: Sequence[int], added: Sequence[Sequence[int]], most: int) -> Matches | None:
+        """Append tokens to texts [R]; then the longest matches of their ends, each with `most` tokens that followed.
 
-    def match(self, texts: Array, most: int) -> Matches:
-        """Longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
-        rows = len(texts)
-        sizes, seen = np.empty((2, rows), dtype=np.int64)
-        matches = Matches(np.empty((rows, most), dtype=np.int32), sizes, np.empty((rows, 3)), seen)
-        text = c_long(rows), pointer(texts)
-        self._library.match_texts(*text, *self._state, c_long(most), *map(pointer, matches))
-        return matches
+        None if no end has a match. Raises ValueError if the tokens exceed `room`.
+        """
+        # Arrays of the standard library: those of numpy take several times as long to make.
+        numbers, ends = array("q", texts), array("q", accumulate(map(len, added)))
+        flat, rows = array("i", chain.from_iterable(added)), len(texts)
+        text = c_long(rows), pointer(numbers)
+        tokens = pointer(flat), pointer(ends)
+        if longest := self._library.extend_texts(*text, *self._state, *tokens):
+            raise ValueError(f"{longest} tokens: a text has room for {self._tokens.shape[1]}")
+        if self._found.paths.shape != (len(self._num), most):
+            sizes, seen = np.empty((2, len(self._num)), dtype=np.int64)
+            paths, known = np.empty((len(self._num), most), dtype=np.int32), np.empty((len(self._num), 3))
+            self._found = Matches(paths, sizes, known, seen)
+        found = self._found
+        if not self._library.match_texts(*text, *self._state, c_long(most), *map(pointer, found)):
+            return None
+        return Matches._make(values[:rows].copy() for values in found)

@@ -308,12 +308,12 @@ def _matches(tokens: Sequence[int], positions: Sequence[int]) -> bytes:
     """`step_matches` of a text at consecutive positions."""
     if not has_functions():
         return b""
-    index, row = TextIndex(1, len(tokens)), np.zeros(1, dtype=np.int64)
-    matches = np.zeros((len(positions), 2), np.uint8)
-    index.extend(row, [tokens[: positions[0]]])
+    index, matches, length = TextIndex(1, len(tokens)), np.zeros((len(positions), 2), np.uint8), 0
     for i, position in enumerate(positions):
-        index.extend(row, [tokens[position : position + 1]])
-        match = index.match(row, MAX_DEPTH)
+        match = index.match([0], [tokens[length : position + 1]], MAX_DEPTH)
+        length = position + 1
+        if match is None:
+            continue
         continuation = match.paths[0, : match.sizes[0]].tolist()
         pairs = zip(continuation, tokens[position + 1 :], strict=False)
         matches[i] = match.known[0, 0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -77,12 +77,15 @@ def offer(
 def offer_paths(draft_offer: Offered | None, paths: Paths, weights: Array) -> Offered:
     """Merge the paths of all rows of a step into the draft's candidates, by the weights of the path regression."""
     draft_offer = draft_offer or NOTHING_DRAFTED
-    slots = sorted({*draft_offer.slots, *np.flatnonzero(paths.sizes).tolist()})
-    firsts, drafted = np.zeros((2, len(slots)), dtype=np.int64)
-    indices = [slots.index(slot) for slot in draft_offer.slots]
-    firsts[indices], drafted[indices] = draft_offer.lists.firsts, draft_offer.drafted
-    lists = draft_offer.lists._replace(firsts=firsts, depths=drafted)
-    tokens, sizes, matches, drawn = (np.ascontiguousarray(values[slots]) for values in paths[:4])
+    slots, lists, drafted = list(draft_offer.slots), draft_offer.lists, draft_offer.drafted
+    if carried := set(np.flatnonzero(paths.sizes).tolist()).difference(slots):
+        slots = sorted({*slots, *carried})
+        firsts, drafted = np.zeros((2, len(slots)), dtype=np.int64)
+        indices = [slots.index(slot) for slot in draft_offer.slots]
+        firsts[indices], drafted[indices] = lists.firsts, draft_offer.drafted
+        lists = lists._replace(firsts=firsts, depths=drafted)
+    is_whole = len(slots) == len(paths.sizes)
+    tokens, sizes, matches, drawn = (values if is_whole else values[slots] for values in paths[:4])
     merged = with_paths(lists, draft_offer.unknown == 0, tokens, sizes, matches, drawn, weights)
     unknown = -1 if draft_offer.unknown < 0 else draft_offer.unknown + 1
     return Offered(slots, drafted, merged, drawn, unknown)

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { CONTEXTS = 3, WEIGHTS = 11 }; /* of acceptance.py */
 enum { DRAFTED = 1, LOOKED_UP = 2 };   /* of types.py */
@@ -22,33 +23,35 @@ static void own_chances(long width, const float *scores, const float *log_probs,
 }
 
 /* Chances [CONTEXTS][num][width] of the choices of `num` slots, by the logistic regression of acceptance.py with
- * weights [2][WEIGHTS]; the draft's probabilities where `known` [num] is 0. slots [num]: indices below the anchor. */
+ * weights [2][WEIGHTS]; the draft's probabilities where `known` [num] is 0. slots [num]: indices below the anchor. Above
+ * slot s there are at most s later choices: with more, chances are those of s. */
 void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
                     const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
 {
     for (long n = 0; n < num; n++, scores += width, log_probs += width) {
         const double *w = weights + (drawn[n] ? WEIGHTS : 0), *of_context = w + 5;
-        double *of_first = chances + n * width;
-        own_chances(width, scores, log_probs, drawn[n], of_first);
-        for (long k = 0; k < width; k++)
-            if (!(scores[k] > -INFINITY)) /* cannot be drawn, or not a number */
-                of_first[k] = 0;
-        for (long context = CONTEXTS - 1; context >= 0; context--) {
-            double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
-            for (long k = 0; k < width && known[n]; k++) {
-                if (!(scores[k] > -INFINITY)) {
-                    found[k] = 0;
-                    continue;
-                }
-                double p = fmin(fmax(of_first[k], LEAST_CHANCE), 1 - LEAST_CHANCE), logit = log(p / (1 - p));
-                double to_next = k + 1 < width ? bounded(scores[k]) - bounded(scores[k + 1]) : 0;
-                double sum = logit * (1 + w[0]) + w[1] * bounded(log_probs[k]) + w[3] * to_next
-                           + w[2] * (bounded(scores[k]) - bounded(scores[0])) + w[4] / (1 + slots[n])
-                           + of_context[2 * context + (k > 0)];
-                total += found[k] = 1 / (1 + exp(-sum));
+        double own[width], logits[width];
+        own_chances(width, scores, log_probs, drawn[n], own);
+        for (long k = 0; k < width; k++) {
+            if (!(scores[k] > -INFINITY)) { /* cannot be drawn, or not a number */
+                own[k] = 0, logits[k] = -INFINITY;
+                continue;
             }
+            double p = fmin(fmax(own[k], LEAST_CHANCE), 1 - LEAST_CHANCE), score = bounded(scores[k]);
+            double to_next = k + 1 < width ? score - bounded(scores[k + 1]) : 0;
+            logits[k] = log(p / (1 - p)) * (1 + w[0]) + w[1] * bounded(log_probs[k]) + w[3] * to_next
+                      + w[2] * (score - bounded(scores[0])) + w[4] / (1 + slots[n]);
+        }
+        for (long context = 0; context < CONTEXTS; context++) {
+            double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
+            if (context && (!known[n] || context > slots[n])) {
+                memcpy(found, found - num * width, width * sizeof *found);
+                continue;
+            }
+            for (long k = 0; k < width && known[n]; k++)
+                total += found[k] = 1 / (1 + exp(-logits[k] - of_context[2 * context + (k > 0)]));
             for (long k = 0; k < width; k++) {
-                found[k] = !known[n] ? of_first[k] : total > 1 ? found[k] / total : found[k];
+                found[k] = !known[n] ? own[k] : total > 1 ? found[k] / total : found[k];
                 found[k] = least = fmin(least, found[k]);
             }
         }

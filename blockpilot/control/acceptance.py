@@ -94,8 +94,8 @@ class Proposal(NamedTuple):
     slots: Array
     """[N * P]: index of the slot below the anchor, from 0."""
     chances: Array
-    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above, at most one per slot; they fall along
-    k."""
+    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above, at most one in a slot. They fall
+    along k."""
 
     def observed(self, choices: Array, laters: Array, right: Array) -> "Observed":
         """Outcomes of choices [M], given as flat indices in [N * P, k].

@@ -270,22 +270,24 @@ class DraftModel(Draft):
         tokens = torch.where(offset == 0, blocks.tokens[:, block], self.options.mask_token_id)
         positions = blocks.anchors[:, block] + offset
         columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
-        distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
-        masks = self.layer_masks(block_mask(blocks, context.num_columns), distance)
+        keys = torch.cat([columns, positions], dim=1)
+        masks = self.layer_masks(block_mask(blocks, context.num_columns), positions, keys)
         hidden: Tensor = self(embed(tokens), positions, masks, context, offset)
         return hidden
 
-    def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
+    def layer_masks(self, visible: Tensor, queries: Tensor, keys: Tensor) -> list[Tensor]:
         """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.
 
-        distance [R, W, keys] is query position minus key position.
+        queries [R, W] and keys [R or 1, keys] are positions.
         """
         masks: dict[tuple[bool, int | None], Tensor] = {}
         kinds = [self._layer_kind(i) for i in range(len(self.layers))]
         for causal, window in set(kinds):
-            mask = visible & (distance >= 0) if causal else visible.expand(distance.shape)
-            if window is not None:
-                mask = mask & (distance < window) & (distance > -window)
+            mask = visible.expand(*queries.shape, -1)
+            if causal or window is not None:
+                distance = queries[:, :, None] - keys[:, None]
+                mask = mask & (distance >= 0) if causal else mask
+                mask = mask & (distance < window) & (distance > -window) if window is not None else mask
             masks[causal, window] = mask[:, None]
         return [masks[kind] for kind in kinds]
 

@@ -133,7 +133,7 @@ class CachedDFlash:
     def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:
         """Every layer's, for queries at positions [R, W] of blocks that end before columns [R]."""
         columns = torch.arange(length, device=queries.device)
-        masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
+        masks = self.draft.layer_masks(columns < ends[:, None, None], queries, columns[None])
         of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
         return [of_kind[id(mask)] for mask in masks]
 
@@ -164,27 +164,33 @@ class PreparedDFlash(PreparedDraft):
         return self._decoder.extend(features, index[packing.rows], packing.positions, cache)
 
     def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
-        anchors = tensor_on(cache.layers.device, asked.anchors)
         ends = list(accumulate(asked.depths))
         rows = [row for row, depth in enumerate(asked.depths) for _ in range(depth)]
         inside = (i for depth in asked.depths for i in range(1, depth + 1))
         positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
-        hidden = self._run(asked, anchors, cache)
+        hidden = self._run(asked, cache)
         found = choose(hidden, rows, positions)
         if self.head.edges is None:
             return found
         before = found.tokens.roll(1, dims=0)
-        first = tensor_on(anchors.device, [end - depth for end, depth in zip(ends, asked.depths, strict=True)])
-        before[first] = anchors[:, None]
+        first = [end - depth for end, depth in zip(ends, asked.depths, strict=True)]
+        places_and_anchors = tensor_on(before.device, [first, asked.anchors])
+        before[places_and_anchors[0]] = places_and_anchors[1, :, None]
         return self.head.edges.link(found, hidden, before, [asked.sampling[row] for row in rows], asked.num)
 
-    def _run(self, asked: Asked, anchors: Tensor, cache: SlotCache) -> Tensor:
+    def _run(self, asked: Asked, cache: SlotCache) -> Tensor:
         """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
-        slots, from_anchor = asked.slots, self._decoder.draft.options.sample_from_anchor
-        blocks = Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, anchors.device)
-        rows = read_slots(slots)
-        index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
+        device, from_anchor = cache.layers.device, self._decoder.draft.options.sample_from_anchor
+        # 1. Blocks: every row's anchor, then mask tokens.
+        blocks, tokens = (
+            Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, device),
+            list[int](),
+        )
+        for anchor, size in zip(asked.anchors, blocks.sizes, strict=True):
+            tokens += [anchor, *[self._decoder.mask_token_id] * (size - 1)]
+        # 2. One pass over the cached context of their slots.
+        rows = read_slots(asked.slots)
+        index = blocks.rows if isinstance(rows, slice) else sent(rows, device)[blocks.rows]
         view = cache.view(index, blocks.columns, rows, blocks.length)
-        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._decoder.mask_token_id)
-        found = self._decoder.propose(self._embed(tokens), blocks, view)
+        found = self._decoder.propose(self._embed(tensor_on(device, tokens)), blocks, view)
         return found if from_anchor else found[blocks.after_first]

@@ -134,17 +134,12 @@ class NativeLayers(DecoderLayers):
         structs = _PassStructs(cache, self._halves)
         tokens, parts = structs.tokens(num), list(map(structs.parts, masks))
         turns = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries))
-        # 3. Buffers: normed states; queries, keys and values; attention; sublayer output; gate and up; their product.
-        attended = shape.queries * shape.dim
-        widths = (
-            shape.hidden,
-            attended + 2 * shape.kv * shape.dim,
-            attended,
-            shape.hidden,
-            2 * shape.inner,
-            shape.inner,
-        )
-        buffers = [padded.new_empty(num, width) for width in widths]
+        # 3. Buffers: queries, keys and values; attention; sublayer output; gate and up; their product.
+        attended, normed = shape.queries * shape.dim, padded.new_empty(num, shape.hidden)
+        heads = attended + 2 * shape.kv * shape.dim
+        widths = heads, attended, shape.hidden, 2 * shape.inner, shape.inner
+        buffers = padded.new_empty(num * sum(widths))
+        addresses = [buffers.data_ptr() + buffers.itemsize * num * sum(widths[:i]) for i in range(len(widths))]
         room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one more
         scores = torch.empty(threads * 2 * QUERIES * room)
         experts = list(filter(None, self._experts))
@@ -157,7 +152,7 @@ class NativeLayers(DecoderLayers):
             self._run(
                 *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens), turns),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
-                *map(_address, (first_input, padded, *buffers, scores)),
+                *(*map(_address, (first_input, padded, normed)), *addresses, scores.data_ptr()),
                 *(
                     room,
                     expert_room and byref(expert_room.struct),
@@ -170,7 +165,7 @@ class NativeLayers(DecoderLayers):
         )
         if padded is not hidden:
             hidden.copy_(self._widths.cut(padded))
-        return self._widths.cut(buffers[0]), self._widths.cut(features)
+        return self._widths.cut(normed), self._widths.cut(features)
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
         x = self._widths.pad(x)

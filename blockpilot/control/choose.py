@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
-from blockpilot.control.cost import TILE, Load, StepPrice
+from blockpilot.control.cost import Load, StepPrice
 from blockpilot.native.growing import Nodes, select_nodes
 
 Array = NDArray[Any]
@@ -48,12 +48,12 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: L
     depths = np.arange(sums.shape[-2])[:, None]
     tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
     load = other_load._replace(rows=other_load.rows + num_rows)
-    plain_s = price.seconds(load) - load.more_tiles * price.tile_s
-    share_s = price.tile_s / TILE
-    beyond = (load.num_tokens + nodes - TILE).clip(min=0)
+    plain_s = price.seconds(load) - (load.num_tokens - 1) // price.tile * price.tile_s
+    share_s = price.tile_s / price.tile
+    beyond = (load.num_tokens + nodes - price.tile).clip(min=0)
     seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
     seconds += price.more_experts_s(load.num_tokens, nodes)
-    plain_s += max(0, load.num_tokens - TILE) * share_s
+    plain_s += max(0, load.num_tokens - price.tile) * share_s
     rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, other_load), (-1, 1)))
     rate = rates.max(axis=(-2, -1)).clip(min=load.rows / plain_s)
     saved_s = (tokens / rate[..., None, None] - seconds).max(axis=-1)
@@ -109,7 +109,7 @@ def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) ->
     threshold. drafted: the step's load without these nodes.
     """
     saved_s = trees.nodes.chances / rates[:, None]
-    costs = price.token_s, price.tile_s, TILE, price.experts_s, price.expert_share
+    costs = price.token_s, price.tile_s, price.tile, price.experts_s, price.expert_share
     selected = select_nodes(saved_s, trees.nodes.num, drafted.num_tokens, *costs)
     return _choose_nodes(saved_s, trees.nodes, price, drafted) if selected is None else selected
 
@@ -131,5 +131,6 @@ def seconds_of_more(price: StepPrice, load: Load, most: int) -> Array:
     more = np.arange(most + 1)
     seconds: Array = price.seconds(load) + more * price.token_s + price.more_experts_s(load.num_tokens, more)
     if price.tile_s:
-        seconds += ((load.num_tokens + more - 1) // TILE - (load.num_tokens - 1) // TILE) * price.tile_s
+        num, tile = load.num_tokens, price.tile
+        seconds += ((num + more - 1) // tile - (num - 1) // tile) * price.tile_s
     return seconds

@@ -24,7 +24,8 @@ Array = NDArray[np.float64]
 
 PRICE_FILE = "price.json"
 COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s")
-TILE = 16  # tokens that a product with the weights multiplies in nearly the time of one
+TILES = 16, 32  # possible numbers of tokens that a product multiplies in nearly the time of one; AMX's is 32
+TILE = TILES[0]
 
 LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift in a step
@@ -50,15 +51,13 @@ class Load(NamedTuple):
         """Tokens that the target scores, anchors included."""
         return self.rows + self.num_verified
 
-    @property
-    def more_tiles(self) -> int:
-        """Tiles of tokens beyond the first."""
-        return (self.num_tokens - 1) // TILE
-
-    def terms(self, expert_share: float = 0.0) -> tuple[float, ...]:
-        """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts."""
+    def terms(self, expert_share: float = 0.0, tile: int = TILE) -> tuple[float, ...]:
+        """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts, and tiles of `tile`
+        tokens.
+        """
         num_passes, chosen = self.num_passes if self.num_drafted else 0, chosen_experts(expert_share, self.num_tokens)
-        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, self.more_tiles, chosen
+        more_tiles = (self.num_tokens - 1) // tile
+        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, more_tiles, chosen
 
 
 def chosen_experts(expert_share: float, num_tokens: Any) -> Any:
@@ -101,6 +100,8 @@ class StepPrice:
     """Seconds of all experts of a mixture; a step takes the share that its tokens choose."""
     expert_share: float = 0.0
     """Share of the experts that a token chooses; 0 without experts."""
+    tile: int = TILE
+    """Tokens of a tile."""
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -112,7 +113,7 @@ class StepPrice:
         return np.array(list(self.by_name.values()))
 
     def seconds(self, load: Load) -> float:
-        _, rows, num_passes, slots, tokens, more_tiles, chosen = load.terms(self.expert_share)
+        _, rows, num_passes, slots, tokens, more_tiles, chosen = load.terms(self.expert_share, self.tile)
         plain_s = self.base_s + rows * self.row_s
         verified_s = tokens * self.token_s + more_tiles * self.tile_s + chosen * self.experts_s
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + verified_s
@@ -144,16 +145,18 @@ class StepPrice:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """From the parsed JSON of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
-        defaults = {"is_sequential": False, "tile_s": 0.0, "experts_s": 0.0, "expert_share": 0.0}  # in older files
-        values = defaults | dict(fields) | {"pair": PairId(**fields["pair"])}
+        in_older_files = {"is_sequential": False, "tile_s": 0.0, "experts_s": 0.0, "expert_share": 0.0, "tile": TILE}
+        values = in_older_files | dict(fields) | {"pair": PairId(**fields["pair"])}
         for name in (*COEFFICIENTS, "error", "expert_share"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
-        kinds = {"context": int, "rows": int, "dtype": str, "device": str, "is_sequential": bool}
+        kinds = {"context": int, "rows": int, "tile": int, "dtype": str, "device": str, "is_sequential": bool}
         for name, kind in kinds.items():
             if type(values[name]) is not kind:
                 raise ValueError(f"{name} {values[name]!r}: must be of type {kind.__name__}")
         price = cls(**values)
+        if price.tile < 1:
+            raise ValueError(f"tile {price.tile}: must be at least 1")
         if not price.base_s + price.row_s > 0:
             raise ValueError("base_s and row_s: a plain step must take some time")
         return price
@@ -189,11 +192,12 @@ def fit(
     names: Sequence[str] = COEFFICIENTS,
     *,
     expert_share: float = 0.0,
+    tile: int = TILE,
 ) -> Array:
     """Non-negative least squares of relative errors on timed steps: coefficients; those not in `names` are 0."""
     from scipy.optimize import nnls  # the import takes 0.3 s, and only measurements need it
 
-    relative = np.array([load.terms(expert_share) for load in loads]) / np.array(seconds)[:, None]
+    relative = np.array([load.terms(expert_share, tile) for load in loads]) / np.array(seconds)[:, None]
     columns = [COEFFICIENTS.index(name) for name in names]
     coefficients = np.zeros(len(COEFFICIENTS))
     coefficients[columns] = nnls(relative[:, columns], np.ones(len(loads)))[0]
@@ -201,10 +205,15 @@ def fit(
 
 
 def relative_error(
-    coefficients: Array, loads: Sequence[Load], seconds: Sequence[float], *, expert_share: float = 0.0
+    coefficients: Array,
+    loads: Sequence[Load],
+    seconds: Sequence[float],
+    *,
+    expert_share: float = 0.0,
+    tile: int = TILE,
 ) -> float:
     """Mean of |expected / measured - 1|."""
-    expected = np.array([load.terms(expert_share) for load in loads]) @ coefficients
+    expected = np.array([load.terms(expert_share, tile) for load in loads]) @ coefficients
     return float(np.abs(expected / np.array(seconds) - 1).mean())
 
 
@@ -238,7 +247,7 @@ class LiveCost:
     def _update(self) -> None:
         """Update with the summed loads and seconds of the observed steps."""
         num = len(self._seen)
-        of_steps = [load.terms(self.price.expert_share) for load, _ in self._seen]
+        of_steps = [load.terms(self.price.expert_share, self.price.tile) for load, _ in self._seen]
         terms = np.array(of_steps, dtype=float).sum(axis=0)
         seconds = sum(seconds for _, seconds in self._seen)
         self._covariance += num * self._drift

@@ -18,7 +18,7 @@ import torch
 from blockpilot.control.acceptance import AcceptanceModel, Array
 from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, Planned
-from blockpilot.control.cost import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
+from blockpilot.control.cost import COEFFICIENTS, TILE, TILES, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.trees import MAX_DEPTH
@@ -116,11 +116,15 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
     names, share = coefficients_of(pair), expert_share(pair)
-    coefficients = fit(*_columns(fitted), names, expert_share=share)
-    error = relative_error(coefficients, *_columns(held_out), expert_share=share)
+    # Tiles of as many tokens as explain the steps best.
+    by_tile = {tile: fit(*_columns(fitted), names, expert_share=share, tile=tile) for tile in TILES}
+    errors = {tile: relative_error(by_tile[tile], *_columns(fitted), expert_share=share, tile=tile) for tile in TILES}
+    tile = min(TILES, key=errors.__getitem__)
+    coefficients = by_tile[tile]
+    error = relative_error(coefficients, *_columns(held_out), expert_share=share, tile=tile)
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
     price = StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
-    return replace(price, expert_share=share)
+    return replace(price, expert_share=share, tile=tile)
 
 
 def expert_share(pair: Pair) -> float:
@@ -187,6 +191,7 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
         [Drafted(small, small)] * rows,
         [Drafted(small, deepest)] * rows,
         [Drafted(deepest, deepest)] * rows,
+        ([Drafted(deepest, tree_size), Drafted(deepest, deepest)] * rows)[:rows],  # a tile more, of a few rows
         ([Drafted(deepest, tree_size), Drafted(1, 1), PLAIN, Drafted(small, small)] * rows)[:rows],
     ]
 

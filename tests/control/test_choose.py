@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import Array, Expected
 from blockpilot.control.choose import RowPlan, _choose_nodes, best_drafting, choose_nodes, plan_rows
-from blockpilot.control.cost import TILE, Load, StepPrice, passes
+from blockpilot.control.cost import Load, StepPrice, passes
 from helpers.prices import linear_price, price
 from helpers.trees import trees_to_select
 
@@ -46,7 +46,7 @@ def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: Ste
     num_passes = depth if price.is_sequential else int(depth > 0)
     seconds = price.base_s + rows * price.row_s + launched * price.launch_s + verified * price.token_s
     seconds += (beside.num_drafted + num_rows * depth) * price.slot_s
-    seconds += max(0, rows + verified - TILE) * price.tile_s / TILE
+    seconds += max(0, rows + verified - price.tile) * price.tile_s / price.tile
     seconds += (1 - (1 - price.expert_share) ** (rows + verified)) * price.experts_s
     return SlowStep(num_rows * tokens, seconds, price.launch_s * max(0, num_passes - launched))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.cost import COEFFICIENTS, Array, Load, fit, read_price, relative_error
+from blockpilot.control.cost import COEFFICIENTS, Array, Load, StepPrice, fit, read_price, relative_error
 from blockpilot.evaluation.tables import loads_up_to
 from blockpilot.types import PairId
 from helpers.prices import linear_price, price
@@ -48,6 +48,14 @@ def seconds_of(coefficients: Array) -> list[float]:
 )
 def test_a_step_costs_the_sum_of_its_terms(load: Load, seconds: float) -> None:
     assert PRICE.seconds(load) == pytest.approx(seconds)
+
+
+def test_tiles_may_have_other_sizes() -> None:
+    wide = replace(PRICE, tile=32)
+    assert [wide.seconds(Load(num)) - PRICE.seconds(Load(num)) for num in (16, 17, 32, 33)] == [0, *[-0.125] * 3]
+    assert StepPrice.from_fields(json.loads(wide.to_json())) == wide
+    with pytest.raises(ValueError, match="tile 0"):
+        StepPrice.from_fields(json.loads(wide.to_json()) | {"tile": 0})
 
 
 def test_a_mixture_costs_the_experts_that_its_tokens_choose() -> None:
@@ -125,7 +133,7 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
     assert PRICE.to_json().count("\n") == 1
 
 
-OPTIONAL = {"is_sequential", "tile_s", "experts_s", "expert_share"}  # not in older files
+OPTIONAL = {"is_sequential", "tile_s", "experts_s", "expert_share", "tile"}  # not in older files
 
 
 def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_without_tiles_and_experts(tmp_path: Path) -> None:
@@ -148,6 +156,7 @@ CHANGES: list[dict[str, object]] = [
     {"block_sizes": [1, 2]},
     {"is_sequential": 1},
     {"expert_share": -0.5},
+    {"tile": 0},
 ]
 FIELDS = json.loads(PRICE.to_json())
 REFUSED = [

@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from blockpilot.control.cost import COEFFICIENTS, Load
+from blockpilot.control.cost import COEFFICIENTS, TILES, Load
 from blockpilot.engine.drafting import NUM_CANDIDATES
+from blockpilot.evaluation import pricing
 from blockpilot.evaluation.pricing import (
     PLAIN,
     Drafted,
+    TimedStep,
     coefficients_of,
     expert_share,
     measure_price,
@@ -19,6 +21,7 @@ from blockpilot.evaluation.pricing import (
 )
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
+from helpers.prices import price
 from helpers.tiny import tiny_mixture
 
 
@@ -48,8 +51,24 @@ def test_loads_of_mixtures_tell_all_coefficients_apart(block_size: int, tiny_pai
     loads = [load_of(mixture) for rows in (1, 16) for mixture in mixtures_of(rows, block_size)[:-1]]
     for pair in (tiny_pair, replace(tiny_pair, target=tiny_mixture())):
         columns = [COEFFICIENTS.index(name) for name in coefficients_of(pair)]
-        terms = np.array([load.terms(expert_share(pair)) for load in loads], dtype=float)[:, columns]
-        assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
+        for tile in TILES:
+            terms = np.array([load.terms(expert_share(pair), tile) for load in loads], dtype=float)[:, columns]
+            assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_a_tile_has_as_many_tokens_as_the_steps_say(
+    tile: int, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = price(row_s=0.02, launch_s=0.2, slot_s=0.01, token_s=0.004, tile_s=0.1, tile=tile)
+
+    def timed(pair: Pair, mixtures: list[list[Drafted]], context: int, *, num_steps: int) -> list[TimedStep]:
+        return [TimedStep(load_of(mixture), known.seconds(load_of(mixture))) for mixture in mixtures]
+
+    monkeypatch.setattr(pricing, "time_steps", timed)
+    found = measure_price(tiny_pair, 16, 10)
+    assert found.tile == tile
+    np.testing.assert_allclose(found.coefficients, known.coefficients, atol=1e-6)
 
 
 def test_loads_are_what_the_timed_steps_verified(tiny_pair: Pair) -> None:
@@ -64,12 +83,12 @@ def test_loads_are_what_the_timed_steps_verified(tiny_pair: Pair) -> None:
 
 
 def test_a_price_is_measured(tiny_pair: Pair) -> None:
-    price = measure_price(tiny_pair, 6, 10, num_steps=1)
-    assert price.made_for(tiny_pair.id, "float32", price.device)
-    assert (price.context, price.rows) == (10, 6)
-    assert (price.coefficients >= 0).all()
-    assert price.seconds(Load(1)) > 0
-    assert 0 <= price.error < 10  # of steps of a millisecond on a machine that does other things, too
+    found = measure_price(tiny_pair, 6, 10, num_steps=1)
+    assert found.made_for(tiny_pair.id, "float32", found.device)
+    assert (found.context, found.rows) == (10, 6)
+    assert (found.coefficients >= 0).all()
+    assert found.seconds(Load(1)) > 0
+    assert 0 <= found.error < 10  # of steps of a millisecond on a machine that does other things, too
 
 
 @pytest.mark.parametrize(

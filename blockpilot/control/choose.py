@@ -3,7 +3,7 @@
 The expected gain of a node is the time that an accepted token saves, times its acceptance probability; its cost is
 its share of the step cost. The time that a token saves is the reciprocal of the row's rate in tokens per second. It
 differs by the kind of row (`AcceptanceModel.kinds`): if many tokens are accepted per step, one more saves little. So
-each kind has the rate of a batch of rows of this kind. Prefill tokens in a step do not matter: their cost is fixed.
+each kind has the rate of a batch of rows of this kind. Prompt tokens in a step have a fixed cost, but fill tiles.
 """
 
 from collections import Counter

@@ -36,7 +36,7 @@ LEAST = 0.1  # lower bound of a coefficient, relative to the measured one
 
 
 class Load(NamedTuple):
-    """Load of a step without prefill: rows, drafted positions and verified tokens."""
+    """Load of a step: rows, drafted positions and verified tokens, and prompt tokens beside them."""
 
     rows: int
     num_drafted: int = 0
@@ -45,11 +45,13 @@ class Load(NamedTuple):
     """Drafted tokens that the target scores, in all rows."""
     num_passes: int = 1
     """Passes of the draft, if anything is drafted (`passes`)."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens beside the rows. Their own seconds are not part of the cost, but they fill tiles."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the target scores, anchors included."""
-        return self.rows + self.num_verified
+        return self.rows + self.num_verified + self.num_prompt_tokens
 
     def terms(self, expert_share: float = 0.0, tile: int = TILE) -> tuple[float, ...]:
         """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts, and tiles of `tile`

@@ -138,8 +138,10 @@ class Proposer:
         self._deepest, self._most = min(draft.block_size - 1, MAX_DEPTH), max_block_size - 1
         self._passes = partial(passes, is_sequential=draft.is_sequential)
 
-    def propose(self, rows: Sequence[Row], controller: Controller) -> Drafts:
-        """Trees for rows [R] in the first slots; the controller chooses for rows that adapt."""
+    def propose(self, rows: Sequence[Row], controller: Controller, num_prompt_tokens: int = 0) -> Drafts:
+        """Trees for rows [R] in the first slots, beside the prompts of others; the controller chooses for rows that
+        adapt.
+        """
         drawn = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
         # 1. Paths from prompt lookup, and the kinds of rows, which share a plan.
         paths = self._lookup.paths(rows, drawn, self._most, controller.follow)
@@ -149,7 +151,8 @@ class Proposer:
         offered = self._offer(rows, depths, paths, controller)
         # 3. Trees, of as many nodes as the controller selects.
         load = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths))
-        grown = grow_all(rows, offered, kinds, partial(controller.select, drafted=load), self._most)
+        beside_prompts = load._replace(num_prompt_tokens=num_prompt_tokens)
+        grown = grow_all(rows, offered, kinds, partial(controller.select, drafted=beside_prompts), self._most)
         tree_of = dict(zip(grown.slots, grown.trees, strict=True))
         return Drafts([tree_of.get(slot, NO_TREE) for slot in range(len(rows))], grown, offered, load)
 

@@ -173,7 +173,8 @@ class Engine:
         if not rows and not prompts:
             return []
         # 2. Draft: the trees of candidates to verify.
-        drafts = self._proposer.propose(rows, self.controller)
+        num_prompt_tokens = sum(prompts.values())
+        drafts = self._proposer.propose(rows, self.controller, num_prompt_tokens)
         # 3. Score: one pass of the target over blocks and prompts.
         batch = Batch.of(rows, drafts.trees, prompts, self._device)
         logits, features = self._score(batch)
@@ -183,7 +184,6 @@ class Engine:
         self._retire()
         # 5. Learn: acceptance from the verified nodes, and the step cost, unless a graph was captured in this step.
         has_captured = len(self._drafter.cache.graphs or ()) > num_graphs
-        num_prompt_tokens = sum(prompts.values())
         outcome = drafts.outcome(
             rows, accepted, steps, num_prompt_tokens=num_prompt_tokens, has_captured=has_captured
         )

@@ -1,6 +1,7 @@
 """Depths before the draft and nodes after it, against all choices there are."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "tile_s", "expe
 shares = st.sampled_from([0.0, 1 / 16, 1 / 2])
 prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), expert_share=shares, **costs)
 few = st.integers(0, 9)
-loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
+loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5), st.just(0)).filter(
     lambda load: load.rows or load == ALONE
 )
 
@@ -179,3 +180,12 @@ def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
     last = [of_row[n - 1] / rate for (of_row, rate), n in zip(rows, taken, strict=True) if n]
     left = [of_row[n] / rate for (of_row, rate), n in zip(rows, taken, strict=True) if n < len(of_row)]
     assert not last or not left or min(last) >= max(left)
+
+
+def test_prompt_tokens_fill_tiles() -> None:
+    """A token that begins a tile costs it; beside 14 tokens of a prompt, the second node of a row does."""
+    of, rates = price(token_s=0.01, tile_s=0.5), np.array([1.0])
+    offered = trees_to_select([[0.6, 0.4, 0.3]])
+    assert choose_nodes(offered, of, Load(1, 3), rates).tolist() == [3]
+    assert choose_nodes(offered, of, Load(1, 3, num_prompt_tokens=14), rates).tolist() == [3]
+    assert choose_nodes(offered, replace(of, tile_s=0.8), Load(1, 3, num_prompt_tokens=14), rates).tolist() == [1]

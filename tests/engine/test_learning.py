@@ -99,7 +99,7 @@ class Reader:
         num_passes, free = passes(depths, is_sequential), [index for index in drafting if adapts[index]]
         assert len(self.selections) == bool(free)
         for trees, load, sizes in self.selections:
-            assert load == Load(len(ids), sum(depths), sum(fixed), num_passes)
+            assert load == Load(len(ids), sum(depths), sum(fixed), num_passes, outcome.num_prompt_tokens)
             assert trees.drafted.tolist() == [depths[index] for index in free]
             assert sizes == [len(decoded[index].tree.tokens) for index in free]
         # 3. The outcome is the load, and what the texts say of the nodes that were verified.

@@ -233,7 +233,7 @@ def slow_verified(trees: Sequence[Sequence[Node]], emitted: Sequence[Sequence[in
 def outcomes(
     trees: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
 ) -> Verified:
-    """Of rows that adapt."""
+    """Outcomes of rows that adapt, which emitted these tokens."""
     rows = [row_of(Asked("auto", None)) for _ in trees]
     steps = list[Step]()
     for r, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):

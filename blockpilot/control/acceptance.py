@@ -94,8 +94,7 @@ class Proposal(NamedTuple):
     slots: Array
     """[N * P]: index of the slot below the anchor, from 0."""
     chances: Array
-    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above, at most one in a slot. They fall
-    along k."""
+    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above; they fall along k."""
 
     def observed(self, choices: Array, laters: Array, right: Array) -> "Observed":
         """Outcomes of choices [M], given as flat indices in [N * P, k].
@@ -227,9 +226,7 @@ class AcceptanceModel:
         chances = logistic(by_context)
         chances[:, ~(scores > -np.inf)] = 0.0  # cannot be drawn, or not a number
         chances /= np.maximum(chances.sum(axis=-1, keepdims=True), 1.0)
-        # Above slot s there are at most s later choices.
-        possible = np.minimum(np.arange(NUM_CONTEXTS)[:, None], slots)
-        return np.minimum.accumulate(chances, axis=-1)[possible, np.arange(len(slots))]
+        return np.minimum.accumulate(chances, axis=-1)
 
     def learn(self, observed: Observed) -> None:
         """Learn from verified choices."""

@@ -120,7 +120,7 @@ class Controller:
         self._proposal = None
         return depths
 
-    def _depths(self, plans: "Plans", rows: Planned, other_load: Load) -> Array:
+    def _depths(self, plans: Plans, rows: Planned, other_load: Load) -> Array:
         """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
 
         Otherwise one text with poor drafts would end drafting, and the acceptance would not be observed again.

@@ -23,8 +23,7 @@ static void own_chances(long width, const float *scores, const float *log_probs,
 }
 
 /* Chances [CONTEXTS][num][width] of the choices of `num` slots, by the logistic regression of acceptance.py with
- * weights [2][WEIGHTS]; the draft's probabilities where `known` [num] is 0. slots [num]: indices below the anchor. Above
- * slot s there are at most s later choices: with more, chances are those of s. */
+ * weights [2][WEIGHTS]; the draft's probabilities where `known` [num] is 0. slots [num]: indices below the anchor. */
 void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
                     const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
 {
@@ -44,7 +43,7 @@ void choice_chances(long num, long width, const float *scores, const float *log_
         }
         for (long context = 0; context < CONTEXTS; context++) {
             double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
-            if (context && (!known[n] || context > slots[n])) {
+            if (context && !known[n]) {
                 memcpy(found, found - num * width, width * sizeof *found);
                 continue;
             }

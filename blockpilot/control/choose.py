@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
-from blockpilot.control.cost import Load, StepPrice
+from blockpilot.control.cost import Load, StepPrice, more_tiles
 from blockpilot.native.growing import Nodes, select_nodes
 
 Array = NDArray[Any]
@@ -48,7 +48,7 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: L
     depths = np.arange(sums.shape[-2])[:, None]
     tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
     load = other_load._replace(rows=other_load.rows + num_rows)
-    plain_s = price.seconds(load) - (load.num_tokens - 1) // price.tile * price.tile_s
+    plain_s = price.seconds(load) - more_tiles(load.num_tokens, price.tile) * price.tile_s
     share_s = price.tile_s / price.tile
     beyond = (load.num_tokens + nodes - price.tile).clip(min=0)
     seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
@@ -132,5 +132,5 @@ def seconds_of_more(price: StepPrice, load: Load, most: int) -> Array:
     seconds: Array = price.seconds(load) + more * price.token_s + price.more_experts_s(load.num_tokens, more)
     if price.tile_s:
         num, tile = load.num_tokens, price.tile
-        seconds += ((num + more - 1) // tile - (num - 1) // tile) * price.tile_s
+        seconds += (more_tiles(num + more, tile) - more_tiles(num, tile)) * price.tile_s
     return seconds

@@ -58,8 +58,13 @@ class Load(NamedTuple):
         tokens.
         """
         num_passes, chosen = self.num_passes if self.num_drafted else 0, chosen_experts(expert_share, self.num_tokens)
-        more_tiles = (self.num_tokens - 1) // tile
-        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, more_tiles, chosen
+        num_tiles = more_tiles(self.num_tokens, tile)
+        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, num_tiles, chosen
+
+
+def more_tiles(num_tokens: Any, tile: int) -> Any:
+    """Tiles of tokens beyond the first."""
+    return (num_tokens - 1) // tile
 
 
 def chosen_experts(expert_share: float, num_tokens: Any) -> Any:
@@ -115,9 +120,9 @@ class StepPrice:
         return np.array(list(self.by_name.values()))
 
     def seconds(self, load: Load) -> float:
-        _, rows, num_passes, slots, tokens, more_tiles, chosen = load.terms(self.expert_share, self.tile)
+        _, rows, num_passes, slots, tokens, num_tiles, chosen = load.terms(self.expert_share, self.tile)
         plain_s = self.base_s + rows * self.row_s
-        verified_s = tokens * self.token_s + more_tiles * self.tile_s + chosen * self.experts_s
+        verified_s = tokens * self.token_s + num_tiles * self.tile_s + chosen * self.experts_s
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + verified_s
 
     def more_experts_s(self, num_tokens: int, more: Any) -> Any:

@@ -31,6 +31,7 @@ from helpers.tiny import (
     byte_tokenizer,
     tiny_draft,
     tiny_gemma,
+    tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
     tiny_target,
@@ -149,6 +150,14 @@ def hybrid_pair(tiny_pair: Pair) -> Pair:
 def hybrid_mixture_pair(tiny_pair: Pair) -> Pair:
     """As `hybrid_pair`, with a Qwen3.5-MoE."""
     target = tiny_hybrid_mixture().eval().requires_grad_(False)
+    draft = tiny_draft(target).eval().requires_grad_(False)
+    return replace(tiny_pair, target=target, draft=draft)
+
+
+@pytest.fixture(scope="session")
+def gpt_oss_pair(tiny_pair: Pair) -> Pair:
+    """A random gpt-oss, with sinks, windows and experts, and a random draft."""
+    target = tiny_gpt_oss().eval().requires_grad_(False)
     draft = tiny_draft(target).eval().requires_grad_(False)
     return replace(tiny_pair, target=target, draft=draft)
 

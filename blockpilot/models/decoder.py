@@ -24,16 +24,14 @@ from blockpilot.models.states import FULL, LINEAR, StateCache
 from blockpilot.native.library import reason_without
 
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")  # the text parts of qwen3_5 and qwen3_5_moe
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS, "gemma3_text")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS, "gemma3", "gemma3_text", "gpt_oss")
 UNSUPPORTED = {
     "gemma": "norms and embeddings of its first version",
     "gemma2": "attention scores and logits with a soft cap",
-    "gemma3": "images beside text; a checkpoint of the text model alone, gemma3_text, runs",
     "gemma3n": "embeddings in every layer",
     "gemma4": "heads of two sizes, and keys and values that layers share",
     "gemma4_text": "heads of two sizes, and keys and values that layers share",
     "qwen3_next": "projections of recurrent layers that interleave their heads",
-    "gpt_oss": "attention sinks, and experts with clamped activations",
 }
 """Families that people ask for, and what of them is not computed."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -175,7 +173,8 @@ def check_network(config: Any) -> None:
         raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"target with quantization_config {method}: only weights of floats are supported")
+        if (method, config.model_type) != ("mxfp4", "gpt_oss"):
+            raise ValueError(f"target with quantization_config {method}: only gpt-oss's mxfp4 is supported")
     of_gemma = (
         ("hidden_activation", ("gelu_pytorch_tanh",)),
         *((name, (None,)) for name in ("attn_logit_softcapping", "final_logit_softcapping")),

@@ -11,24 +11,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockpilot.models.expert_form import ExpertForm
 from blockpilot.models.graphs import MOST_TOKENS
-from blockpilot.models.kernels import prepared_experts
+from blockpilot.models.kernels import prepared_experts, router_of
 
 MOST_COPIED = 2**30  # bytes of experts
 
 
 class Mixture:
-    """Router and experts of a Qwen3MoeSparseMoeBlock or Qwen3_5MoeSparseMoeBlock, without its shared expert."""
+    """Router and experts of a transformers mixture, without the shared expert that Qwen3.5 has beside it."""
 
     def __init__(self, block: Any) -> None:
         self.prepared = prepared_experts(block)
         """The experts in C, in place of the block's own; None without C."""
-        self._router, self._experts = block.gate, block.experts
-        router = block.gate.weight
+        self._router, self._experts = router_of(block), block.experts
+        router = self._router.weight
         self._indices, self._most_copied = torch.arange(len(router), device=router.device), 0
-        if self.prepared is None and not _has_grouped_kernel(router):
-            of_expert = sum(weight[0].nbytes for weight in (block.experts.gate_up_proj, block.experts.down_proj))
-            self._most_copied = max(1, MOST_COPIED // (block.gate.top_k * of_expert))
+        if self.prepared is None:
+            self._form = ExpertForm.of(block.experts)
+            if not _has_grouped_kernel(router):
+                of_expert = sum(weight[0].nbytes for weight in (block.experts.gate_up_proj, block.experts.down_proj))
+                self._most_copied = max(1, MOST_COPIED // (self._router.top_k * of_expert))
         self.most_captured = min(self._most_copied or MOST_TOKENS, MOST_TOKENS)
         """Maximum number of tokens of a CUDA graph."""
 
@@ -46,15 +49,30 @@ class Mixture:
         """Outputs [N * k, hidden] of the experts ids [N * k] for tokens x [N, hidden], k experts each."""
         sorted_ids, order = ids.sort()
         ends = torch.searchsorted(sorted_ids, self._indices, right=True, out_int32=True)  # of the experts' rows
-        gate_up = functional.grouped_mm(x[order // num_chosen], self._experts.gate_up_proj.mT, offs=ends)
-        outputs = functional.grouped_mm(_gated(gate_up), self._experts.down_proj.mT, offs=ends)
+
+        def multiply(name: str, rows: Tensor) -> Tensor:
+            weights = self._form.outputs_first(getattr(self._experts, name)).mT
+            return self._biased(name, functional.grouped_mm(rows, weights, offs=ends), sorted_ids)
+
+        outputs = multiply("down_proj", self._gated(multiply("gate_up_proj", x[order // num_chosen])))
         return torch.empty_like(outputs).index_copy_(0, order, outputs)
 
     def _by_copies(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
         """As `_by_groups`, each row by its copy of the expert."""
-        rows = x.repeat_interleave(num_chosen, dim=0)[..., None]
-        gated = _gated(torch.bmm(self._experts.gate_up_proj[ids], rows)[..., 0])
-        return torch.bmm(self._experts.down_proj[ids], gated[..., None])[..., 0]
+
+        def multiply(name: str, rows: Tensor) -> Tensor:
+            weights = self._form.outputs_first(getattr(self._experts, name)[ids])
+            return self._biased(name, torch.bmm(weights, rows[..., None])[..., 0], ids)
+
+        return multiply("down_proj", self._gated(multiply("gate_up_proj", x.repeat_interleave(num_chosen, dim=0))))
+
+    def _biased(self, name: str, products: Tensor, ids: Tensor) -> Tensor:
+        """Products [N * k, outputs] of the experts `ids` with their biases, if they have any."""
+        biases: Tensor | None = getattr(self._experts, f"{name}_bias", None)
+        return products if biases is None else products + biases[ids]
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        return self._form.gated(*self._form.split(gate_up))
 
 
 def _has_grouped_kernel(weight: Tensor) -> bool:
@@ -62,8 +80,3 @@ def _has_grouped_kernel(weight: Tensor) -> bool:
     if weight.device.type != "cuda":
         return True
     return weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
-
-
-def _gated(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up

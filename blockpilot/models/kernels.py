@@ -8,12 +8,13 @@ devices the layers' weights become views of the product's.
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from blockpilot.models.expert_form import ExpertForm
 from blockpilot.native.products import NativeProduct, Padding, native_product
 
 MAPS = Path("/proc/self/maps")  # Linux
@@ -129,16 +130,16 @@ def prepared(
 
 
 class PreparedExperts(nn.Module):
-    """Replacement of Qwen3MoeExperts or Qwen3_5MoeExperts: the products of every expert, and of the router."""
+    """Replacement of a mixture's experts: the products of every expert, and of the router."""
 
     def __init__(
-        self, products: Sequence[tuple[NativeProduct, NativeProduct]], router: NativeProduct, gate: Any
+        self, products: Sequence["ExpertProducts"], scores: NativeProduct, form: ExpertForm, router: Any
     ) -> None:
         super().__init__()
-        self.products, self.router = products, router
-        """products: (gate and up, down) of every expert; router: scores of all experts."""
-        self.num_chosen: int = gate.top_k
-        self.is_normed: bool = getattr(gate, "norm_topk_prob", True)  # Qwen3.5 has no choice
+        self.products, self.router, self.form = products, scores, form
+        """router: scores of all experts."""
+        self.num_chosen: int = router.top_k
+        self.is_normed: bool = getattr(router, "norm_topk_prob", True)  # only Qwen3-MoE has the choice
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Hidden states [N, hidden], and the experts [N, k] of each token with weights [N, k] -> [N, hidden]."""
@@ -146,37 +147,59 @@ class PreparedExperts(nn.Module):
         # Each expert once, with all its tokens: its weights are read once.
         for expert in top_k_index.unique().tolist():
             (gate_up, down), (rows, ranks) = self.products[expert], torch.where(top_k_index == expert)
-            gate, up = gate_up(hidden_states[rows]).chunk(2, dim=-1)
-            expert_outputs = down(functional.silu(gate) * up)
+            expert_outputs = down(self.form.gated(*gate_up(hidden_states[rows]).chunk(2, dim=-1)))
             mixed.index_add_(0, rows, expert_outputs * top_k_weights[rows, ranks, None].float())
         return mixed.to(hidden_states.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        for index, name in enumerate(("gate_up_proj", "down_proj")):
-            weights = [products[index].unpacked() for products in self.products]
-            destination[f"{prefix}{name}"] = torch.stack(weights)
+        gate_ups, downs = zip(*self.products, strict=True)
+        for name, products, as_in_module in (
+            ("gate_up_proj", gate_ups, self.form.as_in_module),
+            ("down_proj", downs, lambda rows: rows),
+        ):
+            weights = torch.stack([as_in_module(product.unpacked()) for product in products])
+            destination[f"{prefix}{name}"] = self.form.outputs_first(weights).contiguous()
+            if products[0].bias is not None:
+                biases = [as_in_module(product.bias) for product in products]
+                destination[f"{prefix}{name}_bias"] = torch.stack(biases)
+
+
+class ExpertProducts(NamedTuple):
+    """Products of an expert; the first has gates before ups."""
+
+    gate_up: NativeProduct
+    down: NativeProduct
 
 
 def prepared_experts(mixture: Any) -> PreparedExperts | None:
-    """Experts in C of a Qwen3MoeSparseMoeBlock or Qwen3_5MoeSparseMoeBlock, made once, in place of its own weights.
-
-    None without C.
-    """
-    experts, hidden = mixture.experts, Padding.to_multiple(mixture.gate.weight.shape[1])
+    """Experts in C of a transformers mixture, made once, in place of its own weights; None without C."""
+    experts, router = mixture.experts, router_of(mixture)
     if isinstance(experts, PreparedExperts):
         return experts
-    router = native_product(mixture.gate.weight.detach(), None)
-    if router is None:
+    scores = native_product(router.weight.detach(), getattr(router, "bias", None))
+    if scores is None:
         return None
-    inner, products = Padding.to_multiple(experts.down_proj.shape[2]), []
-    for gate_up_weight, down_weight in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
-        gate_up = native_product(gate_up_weight, None, outputs=inner)
-        down = native_product(down_weight, None, inputs=inner, outputs=hidden)
+    form, no_biases = ExpertForm.of(experts), [None] * len(experts.gate_up_proj)
+    up_weights, down_weights = (form.outputs_first(weights) for weights in (experts.gate_up_proj, experts.down_proj))
+    up_biases, down_biases = (getattr(experts, f"{name}_proj_bias", no_biases) for name in ("gate_up", "down"))
+    inner, hidden = map(Padding.to_multiple, (down_weights.shape[2], down_weights.shape[1]))
+    products = []
+    for up_weight, up_bias, down_weight, down_bias in zip(
+        up_weights.detach(), up_biases, down_weights.detach(), down_biases, strict=True
+    ):
+        first_bias = None if up_bias is None else form.gates_first(up_bias)
+        gate_up = native_product(form.gates_first(up_weight), first_bias, outputs=inner)
+        down = native_product(down_weight, down_bias, inputs=inner, outputs=hidden)
         assert gate_up is not None
         assert down is not None
-        products.append((gate_up, down))
-    mixture.experts = prepared_mixture = PreparedExperts(products, router, mixture.gate)
+        products.append(ExpertProducts(gate_up, down))
+    mixture.experts = prepared_mixture = PreparedExperts(products, scores, form, router)
     return prepared_mixture
+
+
+def router_of(mixture: Any) -> Any:
+    """Module of a mixture that chooses the experts; its outputs end in weights and indices [N, k]."""
+    return mixture.router if hasattr(mixture, "router") else mixture.gate
 
 
 def outputs(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:

@@ -35,6 +35,8 @@ class Rotary(NamedTuple):
         """
         tables = embedding(hidden, positions[None], *layer_type)
         cosines, sines = (table[0, :, None] for table in tables)  # [N, 1, head_dim]
+        if cosines.shape[-1] == len(getattr(embedding, "inv_freq", ())):  # of one half, as gpt-oss's
+            cosines, sines = (table.repeat(1, 1, 2) for table in (cosines, sines))
         negated, straight = sines.chunk(2, dim=-1)
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
@@ -139,6 +141,9 @@ class LayerWeights:
         """Norm weights [hidden] of what attention and the MLP add; None if it is added as it is."""
         self.head_norms = _head_norms(module.self_attn, config)
         """Norm weights of queries and keys [query and key heads, head_dim]; None if the model has none."""
+        sinks = getattr(module.self_attn, "sinks", None)
+        self.sinks: Tensor | None = None if sinks is None else sinks.detach().clone()
+        """Scores [query heads] that take attention from all columns (gpt-oss); None if the model has none."""
         heads, hidden = half_heads(config), Padding.to_multiple(config.hidden_size)
         self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj", outputs=heads)
         self.out = prepared(module.self_attn, "o_proj", inputs=heads, outputs=hidden)
@@ -241,8 +246,8 @@ class DecoderLayers:
 
     def _attend(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Tensor:
         """A layer's attention output [N, hidden] of normed states [N, hidden]; stores their keys and values first."""
-        queries = self._store(index, x, rotary, cache)
-        return self._layers[index].out(attend_parts(masks, queries, *cache.read(index), self._form.scale))
+        layer, queries = self._layers[index], self._store(index, x, rotary, cache)
+        return layer.out(attend_parts(masks, queries, *cache.read(index), self._form.scale, layer.sinks))
 
     def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store a layer's keys and values of normed states [N, hidden]; returns the queries [N, heads, head_dim]."""
@@ -271,16 +276,18 @@ class DecoderLayers:
         return self._form.norm(hidden, weight)
 
 
-def attend_parts(masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def attend_parts(
+    masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of queries [N, heads, head_dim], part by part, to rows of key and value [R, kv_heads, L, head_dim].
 
-    Returns [N, heads * head_dim].
+    sinks: [heads]. Returns [N, heads * head_dim].
     """
     attended, row = [], 0
     queries = query.split([mask.packing.num_tokens for mask in masks])
     for mask, part in zip(masks, queries, strict=True):
         rows = slice(row, row + len(mask.packing.sizes))
         keys, values = (cached[rows, :, : mask.packing.length] for cached in (key, value))
-        attended.append(mask.packing.attend(part, keys, values, mask.bias, scale).flatten(1))
+        attended.append(mask.packing.attend(part, keys, values, mask.bias, scale, sinks).flatten(1))
         row = rows.stop
     return torch.cat(attended) if len(attended) > 1 else attended[0]

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, addressof, byref, c_int, c_long, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int, c_long, c_void_p
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class ExpertsStruct(Structure):
     _fields_ = (
         *fields(c_long, "num", "chosen", "inner"),
         ("normed", c_int),
+        *fields(c_float, "limit", "alpha"),
         ("router", Linear),
         *fields(POINTER(Linear), "gate_up", "down"),
     )
@@ -48,7 +49,8 @@ class NativeExperts:
         for i, (gate_up_product, down_product) in enumerate(experts.products):
             gate_up[i], down[i] = gate_up_product.linear, down_product.linear
         sizes = num, experts.num_chosen, down[0].inputs, experts.is_normed
-        self.struct = ExpertsStruct(*sizes, experts.router.linear, gate_up, down)
+        form = experts.form
+        self.struct = ExpertsStruct(*sizes, form.limit, form.alpha, experts.router.linear, gate_up, down)
 
 
 class RoomOfExperts:

@@ -43,7 +43,7 @@ class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
-        *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp"),
+        *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
     )
 
 
@@ -101,13 +101,13 @@ class NativeLayers(DecoderLayers):
         return self._halves
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
-        """Weights of a layer's norms, padded."""
+        """Weights of a layer's norms, padded, and its sinks."""
         before, after, of_attended, of_mlp = (
             None if norm is None else self._widths.pad(norm)
             for norm in (layer.before, layer.after, layer.of_attended, layer.of_mlp)
         )
         head_norms = None if layer.head_norms is None else self._halves.pad(layer.head_norms)
-        return [before, after, head_norms, of_attended, of_mlp]
+        return [before, after, head_norms, of_attended, of_mlp, layer.sinks]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"

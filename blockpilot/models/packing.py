@@ -157,12 +157,15 @@ class Packing:
         flat = padded.flatten(0, 1)
         return flat if self._uniform else flat.index_select(0, self._padded_indices)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """Packed query [N, heads, head_dim] -> [N, heads, head_dim].
 
-        key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] as `folded` makes it.
+        key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] as `folded` makes it, sinks
+        [heads].
         """
-        attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale)
+        attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale, sinks)
         return self.pack(attended.transpose(1, 2))
 
 
@@ -202,11 +205,17 @@ def _followed(parents: Sequence[int]) -> NDArray[np.bool]:
     return followed
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Grouped-query attention: query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim] -> as query.
 
-    bias: as `folded` makes it. Queries that share keys become rows of one matrix, so nothing of the cache is copied.
+    bias: as `folded` makes it; sinks: [heads]. Queries that share keys become rows of one matrix, so nothing of the
+    cache is copied, but for sinks.
     """
+    if sinks is not None:
+        inputs = with_sinks(query, key, value, bias, scale, sinks)
+        return grouped_attention(*inputs, scale)[..., : query.shape[-1]]
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [R, kv_heads, groups * W, head_dim]
     if _products_are_faster(query):
@@ -218,6 +227,21 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, s
         attended = functional.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale)
     by_head: Tensor = attended.unflatten(2, (groups, width)).flatten(1, 2)
     return by_head
+
+
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of `grouped_attention` with one more column, of value 0, whose score for every head is its sink.
+
+    That score is a product like the others, so that one mask serves all heads: queries end in sink / scale, keys in
+    0, and that of the new column in 1. Heads become 8 wider, as kernels need; the caller cuts the output.
+    """
+    query, key, value = (functional.pad(x, (0, 8)) for x in (query, key, value))
+    query[..., -8] = (sinks / scale)[:, None]
+    key, value = (functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    key[..., -1, -8] = 1
+    return query, key, value, functional.pad(bias, (0, 1))
 
 
 def _products_are_faster(query: Tensor) -> bool:

@@ -1,4 +1,4 @@
-/* SwiGLU and GeGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE and Qwen3.5.
+/* SwiGLU and GeGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE, Qwen3.5 and gpt-oss.
  *
  * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, whatever the
  * other rows choose. Each expert multiplies all of its rows at once.
@@ -24,6 +24,18 @@ void geglu(long rows, long inner, const stored *gate_up, stored *out)
             lanes gate = load(gate_up + row * 2 * inner + i), up = load(gate_up + (row * 2 + 1) * inner + i);
             lanes gelu = by_logistic(gate, twice * fused(gate * gate * gate, (lanes){0} + 0.044715f, gate));
             store(rounded(gelu) * up, out + row * inner + i);
+        }
+}
+
+void clamped_swiglu(long rows, long inner, float limit, float alpha, const stored *gate_up, stored *out)
+{
+    const lanes low = (lanes){0} - limit;
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < inner; i += LANES) { /* `larger` keeps a NaN that is its second argument */
+            lanes gate = -larger(low, -load(gate_up + row * 2 * inner + i));
+            lanes up = larger(low, -larger(low, -load(gate_up + (row * 2 + 1) * inner + i)));
+            store(rounded(by_logistic(gate, gate * alpha)) * (up + 1), out + row * inner + i);
         }
 }
 
@@ -99,7 +111,10 @@ void mix(const struct experts *experts, long rows, long hidden, const stored *x,
     for (long pair = 0; pair < pairs; pair++)
         memcpy(room->x + room->places[pair] * hidden, x + pair / chosen * hidden, hidden * sizeof(stored));
     multiply_all(room->up, room->shares + threads, threads);
-    swiglu(pairs, experts->inner, room->gate_up, room->gated);
+    if (experts->limit)
+        clamped_swiglu(pairs, experts->inner, experts->limit, experts->alpha, room->gate_up, room->gated);
+    else
+        swiglu(pairs, experts->inner, room->gate_up, room->gated);
     multiply_all(room->down, room->shares + 2 * threads, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++)

@@ -5,6 +5,7 @@
 struct experts {
     long num, chosen, inner; /* inner: a multiple of 32 */
     int normed; /* 1: the weights of the chosen experts sum to 1 */
+    float limit, alpha; /* of `clamped_swiglu`; limit 0: `swiglu` */
     struct linear router; /* hidden -> num */
     const struct linear *gate_up, *down; /* [num] */
 };
@@ -24,6 +25,9 @@ void swiglu(long rows, long inner, const stored *gate_up, stored *out);
 
 /* The same with the tanh approximation of GELU. */
 void geglu(long rows, long inner, const stored *gate_up, stored *out);
+
+/* gpt-oss's: gate * logistic(alpha * gate) * (up + 1), with gate at most and up within +-limit. */
+void clamped_swiglu(long rows, long inner, float limit, float alpha, const stored *gate_up, stored *out);
 
 /* x [rows, hidden] -> out [rows, hidden]: all threads of a parallel region call it together. */
 void mix(const struct experts *experts, long rows, long hidden, const stored *x, const struct room_of_experts *room,

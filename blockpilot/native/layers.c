@@ -18,6 +18,7 @@ struct layer {
     const stored *before, *after; /* norm weights [hidden], before attention and after it */
     const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
     const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
+    const stored *sinks; /* scores [queries] that take attention from all columns, or NULL */
 };
 
 struct shape {
@@ -145,9 +146,9 @@ static void pack(long num, long dim, const stored *const *queries, uint32_t *pan
 }
 
 /* Softmax before normalisation: scores [length, stride], stride FEW or QUERIES, with room up to a multiple of LANES ->
- * e^(scale * (score - top)) for every query, and their totals [stride]. */
+ * e^(scale * (score - top)) for every query, and their tops and totals [stride]. */
 static inline __attribute__((always_inline)) void exponentials(long length, const long stride, float scale,
-                                                               float *scores, float *totals)
+                                                               float *scores, float *tops, float *totals)
 {
     lanes top[PANEL / LANES];
     long vectors = stride < LANES ? 1 : stride / LANES, end = (length * stride + LANES - 1) / LANES * LANES;
@@ -172,6 +173,7 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
         for (long column = 0; column < length; column++)
             *(four *)total += ((const four *)scores)[column];
     }
+    memcpy(tops, top, stride * sizeof(float));
     memcpy(totals, total, stride * sizeof(float));
 }
 
@@ -233,14 +235,15 @@ static inline __attribute__((always_inline)) void sum_values(
 }
 
 /* Attention of `num` queries, at most `stride`, with masks [length], to one head of keys and values [length, dim].
- * scores: room for 2 * `stride` numbers a column, and LANES. */
+ * sinks: of the queries, or NULL. scores: room for 2 * `stride` numbers a column, and LANES. */
 static inline __attribute__((always_inline)) void attend_some(
     long num, const long stride, long dim, float scale, long length, const stored *const *queries, const stored *keys,
-    const stored *values, const uint8_t *const *masks, const long *whole, float *scores, stored *const *out)
+    const stored *values, const uint8_t *const *masks, const stored *const *sinks, const long *whole, float *scores,
+    stored *const *out)
 {
     uint32_t panel[dim / PER_UNIT * QUERIES] __attribute__((aligned(64)));
     float sums[stride * dim] __attribute__((aligned(64)));
-    float totals[stride];
+    float tops[stride], totals[stride];
     pack(num, dim, queries, panel);
     panel_sums(length, dim, keys, panel, stride, scores);
     for (long q = 0; q < num; q++) {
@@ -249,7 +252,9 @@ static inline __attribute__((always_inline)) void attend_some(
             if (!masks[q][column])
                 scores[column * stride + q] = -INFINITY;
     }
-    exponentials(length, stride, scale, scores, totals);
+    exponentials(length, stride, scale, scores, tops, totals);
+    for (long q = 0; sinks && q < num; q++)
+        totals[q] += expf(number(sinks[q]) - scale * tops[q]);
     sum_values(num, stride, dim, length, scores, whole, values, sums);
     for (long q = 0; q < num; q++)
         for (long i = 0; i < dim; i += LANES)
@@ -285,10 +290,10 @@ static long unseen_of(long num, const uint8_t *const *masks, long length)
     return unseen / STRETCH * STRETCH;
 }
 
-/* Attention of the queries in heads [tokens, queries + 2 * kv, dim] -> out [tokens, queries, dim].
- * scores [threads, room, 2 * QUERIES], aligned to 64 bytes, with room > length. */
+/* Attention of the queries in heads [tokens, queries + 2 * kv, dim] -> out [tokens, queries, dim]. sinks [queries], or
+ * NULL. scores [threads, room, 2 * QUERIES], aligned to 64 bytes, with room > length. */
 static void attend(const struct part *part, const struct tokens *tokens, const struct shape *shape, long layer,
-                   const stored *heads, float *scores, long room, stored *out)
+                   const stored *heads, const stored *sinks, float *scores, long room, stored *out)
 {
     long kv = shape->kv, groups = shape->queries / kv, dim = shape->dim;
     long chunks = (part->width * groups + QUERIES - 1) / QUERIES, each = tokens->length * dim;
@@ -300,7 +305,7 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                 if (num <= 0)
                     continue;
                 num = num < QUERIES ? num : QUERIES;
-                const stored *of[QUERIES];
+                const stored *of[QUERIES], *sink[QUERIES];
                 const uint8_t *mask[QUERIES];
                 stored *to[QUERIES];
                 long whole[QUERIES] = {0};
@@ -309,6 +314,7 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                     of[q] = heads + ((part->firsts[row] + place) * (groups + 2) * kv + own_head) * dim;
                     to[q] = out + ((part->firsts[row] + place) * groups * kv + own_head) * dim;
                     mask[q] = part->visible + (row * part->width + place) * part->length;
+                    sink[q] = sinks ? sinks + own_head : NULL;
                 }
                 const stored *key = tokens->cache + ((layer * 2 * tokens->slots + part->slots[row]) * kv + head) * each;
                 const stored *value = key + tokens->slots * kv * each;
@@ -322,10 +328,11 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                 key += unseen * dim, value += unseen * dim, seen -= unseen;
                 if (chunk == 0)
                     fetch(key, seen * dim), fetch(value, seen * dim);
+                const stored *const *own_sinks = sinks ? sink : NULL;
                 if (num <= FEW)
-                    attend_some(num, FEW, dim, shape->scale, seen, of, key, value, mask, whole, own, to);
+                    attend_some(num, FEW, dim, shape->scale, seen, of, key, value, mask, own_sinks, whole, own, to);
                 else
-                    attend_some(num, QUERIES, dim, shape->scale, seen, of, key, value, mask, whole, own, to);
+                    attend_some(num, QUERIES, dim, shape->scale, seen, of, key, value, mask, own_sinks, whole, own, to);
             }
 }
 
@@ -384,7 +391,7 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
             multiply(&layer->qkv, num, is_given ? given : x, heads, shares[i][0], threads);
             rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->of_heads, i, heads);
             for (long part = 0; part < num_parts; part++)
-                attend(parts[i] + part, tokens, shape, i, heads, scores, room, attended);
+                attend(parts[i] + part, tokens, shape, i, heads, layer->sinks, scores, room, attended);
             multiply(&layer->out, num, attended, found, shares[i][1], threads);
             add_norm(shape, num, hidden, found, layer->of_attended, layer->after, x);
             if (layer->experts) {
@@ -436,7 +443,7 @@ int attend_layer(const struct shape *shape, const struct tokens *tokens, const s
     {
         rotate_and_store(tokens, rotary, shape, shape->queries, NULL, layer, heads);
         for (long part = 0; part < num_parts; part++)
-            attend(parts + part, tokens, shape, layer, heads, scores, room, attended);
+            attend(parts + part, tokens, shape, layer, heads, NULL, scores, room, attended);
     }
     return 0;
 }

@@ -82,6 +82,11 @@ class NativeProduct:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias without padding."""
+        return None if self._bias is None else self._outputs.cut(self._bias[: self.linear.outputs])
+
     def unpacked(self) -> Tensor:
         """The weight, a copy."""
         # Cut off the padded rows of the last panel, then the padding of outputs and inputs.

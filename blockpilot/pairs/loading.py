@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from blockpilot.device import Device, dtype_name, free_bytes, gib, to_device, to_dtype
 from blockpilot.drafts.base import Draft, PreparedDraft
@@ -38,6 +39,8 @@ from blockpilot.types import PairId
 
 PathOrName = str | os.PathLike[str]
 _logger = logging.getLogger(__name__)
+_NAMES = {"gemma3_text": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}}
+"""By family, parts of weights' names in checkpoints that also read images, and what they are in the text model."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -178,19 +181,24 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     """Causal language model, tokenizer and revision of a hub id or local directory.
 
     Raises ValueError if there is no such model, for an unsupported family, which is checked first, and for weights
-    that are not safetensors.
+    that are not safetensors, or not all there.
     """
     checkpoint = find_target(name)
     path = str(checkpoint.directory)
     try:
-        network_config(checkpoint.directory)
+        config = network_config(checkpoint.directory)
         tokenizer = load_tokenizer(checkpoint.directory)
-        options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        options: dict[str, Any] = {"config": config, "key_mapping": _NAMES.get(config.model_type), "dtype": dtype}
+        options |= {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+        if getattr(config, "quantization_config", None) is not None:  # MXFP4: bfloat16 has all of its numbers
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
+        model, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, **options))
     except NOT_FOUND as error:
         raise ValueError(not_found("target", name, error)) from None
     except (RuntimeError, SafetensorError) as error:  # weights of wrong shapes, or damaged files
         raise ValueError(f"target {name!r}: its weights do not load ({first_line(error)})") from None
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"target {name!r}: {len(missing)} of its weights are not in its files, such as {missing[0]}")
     return model.eval().requires_grad_(False), tokenizer, checkpoint.revision
 
 

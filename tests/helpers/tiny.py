@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -96,6 +98,27 @@ def tiny_gemma(seed: int = 0, **changes: Any) -> Gemma3ForCausalLM:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.normal_(std=0.3)
+    return model
+
+
+GPT_OSS: dict[str, Any] = {
+    **{"head_dim": 12, "sliding_window": WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        **{"rope_theta": 150000.0, "original_max_position_embeddings": 32},
+    },
+}
+
+
+def tiny_gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
+    """A random gpt-oss, every other layer with a window, whose sinks and bounds matter, with changes of its
+    configuration."""
+    torch.manual_seed(seed)
+    model = GptOssForCausalLM(GptOssConfig(**SHAPE | GPT_OSS | changes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "sinks" in name or "bias" in name:
+                weight.normal_()
     return model
 
 

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -64,6 +66,24 @@ def gemma3(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def gpt_oss(**changes: Any) -> PreTrainedModel:
+    """A gpt-oss with sinks that take a good part of the attention, and gates and ups that reach their bounds."""
+    model = GptOssForCausalLM(GptOssConfig(**SHAPE | GPT_OSS | changes))
+    for name, weight in model.named_parameters():
+        if "sinks" in name or "bias" in name:
+            torch.nn.init.normal_(weight)
+        elif "gate_up_proj" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    return model
+
+
+GPT_OSS: dict[str, Any] = {
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "pad_token_id": None},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        **{"rope_theta": 150000.0, "original_max_position_embeddings": 4},
+    },
+}
 GEMMA: dict[str, Any] = {
     **{"query_pre_attn_scalar": 24, "sliding_window": 4, "tie_word_embeddings": True},
     **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
@@ -101,6 +121,9 @@ MODELS = {
     "gemma3": gemma3,
     "gemma3, all padded": lambda: gemma3(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
     "gemma3, not tied, with biases": lambda: gemma3(tie_word_embeddings=False, attention_bias=True),
+    "gpt_oss": gpt_oss,
+    "gpt_oss, all padded": lambda: gpt_oss(head_dim=10, hidden_size=44, intermediate_size=52, vocab_size=265),
+    "gpt_oss, one query for every key": lambda: gpt_oss(num_key_value_heads=4, swiglu_limit=2.0),
     "qwen3_moe": qwen3_moe,
     "qwen3_moe with a window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=4),
     "qwen3_moe, all padded": lambda: qwen3_moe(head_dim=10, hidden_size=44, moe_intermediate_size=20, vocab_size=265),

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from blockpilot.models import experts
 from blockpilot.models.experts import Mixture
 from blockpilot.models.graphs import MOST_TOKENS
-from helpers.tiny import tiny_hybrid_mixture, tiny_mixture
+from blockpilot.models.kernels import router_of
+from helpers.tiny import tiny_gpt_oss, tiny_hybrid_mixture, tiny_mixture
 
-MODELS = [tiny_mixture, tiny_hybrid_mixture]
+MODELS = [tiny_mixture, tiny_hybrid_mixture, tiny_gpt_oss]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 pytestmark = pytest.mark.usefixtures("without_c")
@@ -39,7 +40,7 @@ def block_of(model: Callable[..., PreTrainedModel], dtype: torch.dtype = torch.f
 @torch.inference_mode()
 def test_the_experts_of_transformers(model: Callable[..., PreTrainedModel], dtype: torch.dtype, num: int) -> None:
     block, x = block_of(model, dtype), torch.randn(num, 64).to(dtype)
-    _, weights, ids = block.gate(x)
+    _, weights, ids = router_of(block)(x)
     expected = block.experts(x, ids, weights)
     torch.testing.assert_close(Mixture(block)(x), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 

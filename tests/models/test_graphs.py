@@ -21,7 +21,7 @@ from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Layout, Request, Sampling
 from helpers.controllers import Watched
 from helpers.engines import run, text_of
-from helpers.tiny import MASK_ID, SHAPE, tiny_gemma, tiny_mixture, tiny_sliding, tiny_target
+from helpers.tiny import MASK_ID, SHAPE, tiny_gemma, tiny_gpt_oss, tiny_mixture, tiny_sliding, tiny_target
 
 CPU = torch.device("cpu")
 SLOTS, COLUMNS, LAYER_IDS = 5, 70, (0, 3, 5)
@@ -61,7 +61,7 @@ def assert_same(tensor: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, tiny_sliding, tiny_mixture])
+@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, tiny_sliding, tiny_mixture, tiny_gpt_oss])
 @torch.inference_mode()
 def test_target_in_a_box(model: object, name: str) -> None:
     target = Target(model().eval(), LAYER_IDS)  # type: ignore[operator]

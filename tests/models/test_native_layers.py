@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3DecoderLayer, Qwen3Config),
     "qwen3_moe": (Qwen3MoeDecoderLayer, Qwen3MoeConfig),
     "gemma3": (Gemma3DecoderLayer, Gemma3TextConfig),
+    "gpt_oss": (GptOssDecoderLayer, GptOssConfig),
 }
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
 
@@ -51,8 +53,9 @@ def model_of(
     layer_class, config_class = KINDS[kind]
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
     shape |= {"hidden_size": hidden, "attention_bias": bias}
-    if kind == "qwen3_moe":  # all are chosen where scores are rounded to few numbers, of which many are equal
+    if kind in ("qwen3_moe", "gpt_oss"):  # all are chosen where rounded scores are few numbers, many of them equal
         shape |= EXPERTS | {"num_experts_per_tok": 3 if dtype == torch.float32 else EXPERTS["num_experts"]}
+        shape |= {"num_local_experts": EXPERTS["num_experts"]} if kind == "gpt_oss" else {}
     config = config_class(**shape)
     config._attn_implementation = "eager"
     modules = [layer_class(config, i).to(dtype) for i in range(3)]
@@ -187,7 +190,9 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
 @settings(deadline=None, max_examples=30)
 @given(stretches=st.integers(1, 3), left=st.integers(1, 8), seed=st.integers(0, 999), num=st.integers(12, 24))
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "window"), [("llama", None), ("qwen3_moe", None), ("llama", 20), ("gemma3", 20)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("llama", None), ("qwen3_moe", None), ("llama", 20), ("gemma3", 20), ("gpt_oss", 20)]
+)
 def test_a_token_of_a_tree_is_that_of_its_text(
     kind: str, window: int | None, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
 ) -> None:

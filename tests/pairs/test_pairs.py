@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5Config,
@@ -42,7 +45,15 @@ from blockpilot.pairs.table import (
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_gemma, tiny_hybrid, tiny_hybrid_mixture, tiny_target
+from helpers.tiny import (
+    byte_tokenizer,
+    tiny_draft,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_hybrid_mixture,
+    tiny_target,
+)
 
 
 def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
@@ -111,7 +122,7 @@ def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, "
-        "qwen3_5_text, qwen3_5_moe_text, gemma3_text",
+        "qwen3_5_text, qwen3_5_moe_text, gemma3, gemma3_text, gpt_oss",
     ):
         load_pair(target=tmp_path, dtype="float32")
 
@@ -145,14 +156,19 @@ def test_a_gemma_that_computes_something_else_is_refused(change: dict[str, Any],
     [
         (tiny_hybrid, Qwen3_5Config, Qwen3_5ForConditionalGeneration),
         (tiny_hybrid_mixture, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+        (tiny_gemma, Gemma3Config, Gemma3ForConditionalGeneration),
     ],
 )
 def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text_model: Any, config_class: Any, model_class: Any
 ) -> None:
-    """Qwen3.5's checkpoints: its logits are those of the whole model for a text; the log says what is left out."""
+    """Its logits are those of the whole model for a text; the log says what is left out."""
     text = text_model().config.to_dict()
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    vision = {"hidden_size": 16, "intermediate_size": 16}
+    if config_class is Gemma3Config:
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    else:
+        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 48}
     config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=True)
     torch.manual_seed(0)
     whole = model_class(config).eval()
@@ -164,10 +180,53 @@ def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
     tokens = torch.tensor([PROMPT])
     with torch.inference_mode():
         torch.testing.assert_close(pair.target(tokens).logits, whole(tokens).logits)
-    engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
-    assert "prefix_tokens 64: prefix cache off, the target has recurrent states" in caplog.text
-    assert list(engine.switched_off) == ["prefix cache", "CUDA graphs"]
+    engine, has_states = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64), text_model is not tiny_gemma
+    assert ("prefix_tokens 64: prefix cache off, the target has recurrent states" in caplog.text) == has_states
+    assert list(engine.switched_off) == (["prefix cache", "CUDA graphs"] if has_states else [])
     assert pair.vocab_size == 260
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_four_bits_are_their_numbers(tmp_path: Path, dtype: str) -> None:
+    """The published gpt-oss: 32 numbers of 4 bits, the even ones in the low half of a byte, share a power of two."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    model, numbers = tiny_gpt_oss(**sizes).eval(), torch.tensor([*FP4, *(-number for number in FP4)])
+    tensors = dict[str, Tensor]()
+    for name, weight in model.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = weight.clone()
+            continue
+        num, inputs, outputs = weight.shape
+        halves = torch.randint(16, (num, outputs, inputs // 32, 32))
+        powers = torch.randint(120, 127, (num, outputs, inputs // 32))
+        tensors[f"{name}_blocks"] = (halves[..., ::2] + 16 * halves[..., 1::2]).byte()
+        tensors[f"{name}_scales"] = powers.byte()
+        weight.copy_((numbers[halves] * 2.0 ** (powers - 127)[..., None]).flatten(-2).mT)
+    model.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = load_pair(target=tmp_path, dtype=dtype).target.state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert loaded[name].equal(weight.to(loaded[name].dtype)), name
+
+
+def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    """Transformers would make random ones."""
+    shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = r"target '.*': 2 of its weights are not in its files, such as model\.layers\.3\.mlp\.up_proj\.weight"
+    with pytest.raises(ValueError, match=message):
+        load_pair(target=tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize(

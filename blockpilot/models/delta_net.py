@@ -64,8 +64,10 @@ class StatePass:
     """
 
     def __init__(self, parts: Sequence[Packing], slots: Tensor, kernel: int) -> None:
-        sizes = [size for part in parts for size in part.sizes]
-        starts = [start for part in parts for start in part.starts]
+        sizes, starts = list[int](), list[int]()
+        for part in parts:
+            sizes += part.sizes
+            starts += part.starts
         self.slots, self.kernel, self.sizes = slots, kernel, np.array(sizes)
         self.firsts = np.cumsum([0, *sizes[:-1]])
         self.is_text = np.concatenate([np.arange(len(part.sizes)) >= part.num_blocks for part in parts])
@@ -73,15 +75,17 @@ class StatePass:
         self.is_chain = np.ones(len(sizes), dtype=bool)
         self.new_rows = [row for row, start in enumerate(starts) if start == 0]
         """Rows whose texts begin in this pass."""
+        # 1. All rows as chains: a token's parent is the one before it, its depth is its offset.
         rows = np.repeat(np.arange(len(sizes)), self.sizes)
         offsets = np.arange(len(rows)) - self.firsts[rows]
         self.parents, self.depths = offsets - 1, offsets.copy()
         """[N]: inside the row; -1 for its first token."""
-        # Chains: the tokens before, and those of the window before the row's first one.
+        # 2. Their sources: the tokens before, and those of the window before the row's first one.
         before = np.arange(1 - kernel, 1)
         kept, in_row = len(sizes) * (kernel - 1), offsets[:, None] + before
         in_window = rows[:, None] * (kernel - 1) + kernel - 1 + in_row
         self.sources = np.where(in_row < 0, in_window, kept + np.arange(len(rows))[:, None] + before)
+        # 3. Rows whose tokens form trees.
         first_row = 0
         for part in parts:
             for row, parents in enumerate(part.parents or (), first_row):
@@ -92,6 +96,7 @@ class StatePass:
     def _set_tree(self, row: int, parents: Sequence[int]) -> None:
         first, kept = self.firsts[row], len(self.sizes) * (self.kernel - 1)
         self.is_chain[row] = False
+        # Parents come before their children, so their depths and sources are known.
         for node, parent in enumerate(parents, 1):
             self.parents[first + node], self.depths[first + node] = parent, self.depths[first + parent] + 1
             self.sources[first + node] = [*self.sources[first + parent, 1:], kept + first + node]
@@ -109,12 +114,15 @@ class StatePass:
     @cached_property
     def levels(self) -> list[StateLevel]:
         """The tokens in the order of their depths, on the device of the slots."""
+        # 1. The tokens by depth, and the index of each among those of its depth.
         order = np.argsort(self.depths, kind="stable")
         ends = np.cumsum(np.bincount(self.depths))
         index = np.empty_like(order)  # of every token in its level
         index[order] = np.arange(len(order)) - np.concatenate([[0], ends])[self.depths[order]]
+        # 2. The states that tokens start from: of their parents in the level before, or of their rows.
         rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
         of_parent = np.where(self.parents < 0, rows, index[self.firsts[rows] + np.maximum(self.parents, 0)])
+        # 3. The tokens whose states slots keep: the last one of a text, the anchor of a block.
         final = dict[int, list[tuple[int, int]]]()
         for row, last in enumerate(self.firsts + np.where(self.is_text, self.sizes - 1, 0)):
             final.setdefault(int(self.depths[last]), []).append((int(index[last]), row))
@@ -145,16 +153,19 @@ class Mixed(NamedTuple):
 def mixed(net: DeltaNetWeights, projected: Tensor, windows: Tensor, order: StatePass) -> Mixed:
     """Convolution of projected tokens [N, ...] after the rows' windows [R, kernel - 1, channels], and the rest."""
     shape = net.shape
+    # 1. The convolution: each tap reads one source of every token, from a row's window or from the pass.
     inputs, _, betas, times = projected.split(net.project.sizes, dim=-1)
     sources = torch.from_numpy(order.sources).to(projected.device)
     known = torch.cat([windows.flatten(0, 1), inputs])
     total = sum(known[sources[:, tap]].float() * net.taps[tap].float() for tap in range(shape.kernel))
     assert isinstance(total, Tensor)
     convolved = functional.silu(total.to(inputs.dtype))
+    # 2. Heads of unit length; heads of values that share a key get a copy of it.
     keys = shape.key_heads * shape.key_dim
     parts = convolved.float().split([keys, keys, shape.value_heads * shape.value_dim], dim=-1)
     queries, keys_of, values = (x.unflatten(1, (-1, dim)) for x, dim in zip(parts, _dims(shape), strict=True))
     heads = [_unit(x).repeat_interleave(shape.value_heads // shape.key_heads, dim=1) for x in (queries, keys_of)]
+    # 3. Decays are at most 1: the rates are positive, and so is a softplus.
     decays = torch.exp(-net.rates * functional.softplus(times.float() + net.time_bias))
     return Mixed(heads[0] * shape.key_dim**-0.5, heads[1], values, decays, betas.sigmoid().float())
 
@@ -170,6 +181,7 @@ def _unit(x: Tensor) -> Tensor:
 def advanced(states: Tensor, tokens: Mixed) -> Tensor:
     """States [n, value_heads, key_dim, value_dim] after one token each."""
     states = states * tokens.decays[..., None, None]
+    # What the key holds moves towards the token's value: the delta rule.
     read = (states * tokens.keys[..., None]).sum(dim=-2)
     change = (tokens.values - read) * tokens.betas[..., None]
     return states + tokens.keys[..., None] * change[..., None, :]
@@ -180,6 +192,7 @@ def scan(tokens: Mixed, order: StatePass, matrices: Tensor) -> Tensor:
     states, out = matrices[order.slots], torch.empty_like(tokens.values)
     for level in order.levels:
         of_level = tokens.at(level.tokens)
+        # Children of one parent each get a copy of its state.
         states = advanced(states[level.parents], of_level)
         out[level.tokens] = (states * of_level.queries[..., None]).sum(dim=-2)
         if level.final is not None:
@@ -191,6 +204,7 @@ def scan(tokens: Mixed, order: StatePass, matrices: Tensor) -> Tensor:
 def gated_norm(net: DeltaNetWeights, out: Tensor, projected: Tensor, eps: float) -> Tensor:
     """RMSNorm of outputs [N, value_heads, value_dim] in every head, times silu of their gates: [N, out]."""
     gates, dtype = projected.split(net.project.sizes, dim=-1)[1], projected.dtype
+    # Rounded to the dtype where transformers rounds.
     x = out.to(dtype).float()
     x = (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)).to(dtype).float()
     gated: Tensor = (x * net.norm).to(dtype) * functional.silu(gates.float()).view_as(x)
@@ -232,11 +246,13 @@ def accept(
 ) -> None:
     """Advance one layer's states by the nodes of accepted paths [R] after the anchors, by torch."""
     accepted = [(row, [order.firsts[row] + node for node in path[1:]]) for row, path in enumerate(paths)]
+    # 1. Matrices, by the arithmetic of `scan`, one depth of all rows at a time.
     for depth in range(max((len(path) for path in paths), default=1) - 1):
         deep = [(row, tokens[depth]) for row, tokens in accepted if len(tokens) > depth]
         rows, tokens = torch.tensor(deep, device=matrices.device).T
         slots = order.slots[rows]
         matrices[slots] = advanced(matrices[slots], blocks.tokens.at(tokens))
+    # 2. Windows: the last inputs of each row.
     for row, tokens in accepted:
         if tokens:
             slot = order.slots[row]

@@ -43,10 +43,12 @@ class Mixture:
             return mixed
         run = self._by_copies if len(x) <= self._most_copied else self._by_groups
         outputs = run(x, ids.flatten(), ids.shape[1])
+        # Outputs of a token's experts are side by side: their weighted sum is one small product.
         return torch.bmm(weights[:, None], outputs.unflatten(0, ids.shape))[:, 0]
 
     def _by_groups(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
         """Outputs [N * k, hidden] of the experts ids [N * k] for tokens x [N, hidden], k experts each."""
+        # Rows ordered by expert: an expert's rows are one group of the product.
         sorted_ids, order = ids.sort()
         ends = torch.searchsorted(sorted_ids, self._indices, right=True, out_int32=True)  # of the experts' rows
 

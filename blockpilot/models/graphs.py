@@ -61,15 +61,18 @@ class Box(NamedTuple):
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
         """`BoxPlaces` [5, R * W] on the host, the index in the box of each token [N], and the token at each index."""
         # Slots without a row, and indices beyond a row's end, are padding.
+        # 1. Sizes and starts of the rows of the box.
         row_slots, (sizes, starts, firsts) = np.array(slots), np.zeros((3, self.rows, 1), dtype=np.int64)
         sizes[row_slots, 0], starts[row_slots, 0] = packing.sizes, packing.starts
         firsts[row_slots, 0] = packing.firsts
         offsets = np.arange(self.width)
-        # Of a chain a token's depth is its offset, and it sees all before it: bits 0 .. offset.
+        # 2. Depths of tokens, and what they see of their rows. Of a chain a token's depth is its offset, and it sees
+        # all before it: bits 0 .. offset.
         depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
         for slot, row_depths, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
             depths[slot, : len(row_depths)] = row_depths
             follows[slot, : len(row_depths)] = _followed_bits(parents)
+        # 3. The fields of `BoxPlaces`, and both maps between the packing and the box.
         is_token, numbers = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
         # Padding is stored in the last column, and sees the first token only: a finite number.
         numbers[0] = np.where(is_token, starts + offsets, num_columns - 1)
@@ -91,7 +94,7 @@ class Box(NamedTuple):
         window: only of tokens less than that many positions before.
         """
         starts, follows = (t.view(self.rows, self.width, 1) for t in (places.starts, places.follows))
-        inside = torch.arange(self.length, device=starts.device) - starts
+        inside = torch.arange(self.length, device=starts.device) - starts  # index in the row; negative before it
         followed = (follows >> inside.clamp(0, self.width - 1)) & 1
         visible = ((inside < 0) | ((inside < self.width) & (followed > 0)))[:, None]
         if window is None or self.length <= window:
@@ -164,17 +167,19 @@ class Graphs:
     ) -> tuple[Tensor, ...]:
         """Outputs [N, ...] for tokens [N, hidden], of a function of a box's hidden states [R * W, hidden]."""
         num = len(hidden)
+        # 1. The function and its static inputs, made when the box first occurs.
         captured = self._captured.get(key)
         if captured is None:
             boxed = hidden.new_zeros(box.rows * box.width, hidden.shape[1])
             numbers = torch.zeros(places.shape, dtype=torch.int64, device=hidden.device)
             captured = Captured(lambda states, rows: function(states, BoxPlaces(*rows[:5])), (boxed, numbers))
             self._captured[key] = captured
+        # 2. Inputs of this pass: tokens move to their indices in the box, and padding repeats first tokens.
         boxed, numbers = captured.inputs
         numbers.copy_(sent(places, numbers.device))
         indices = numbers[5, :num]
         torch.index_select(hidden, 0, numbers[6], out=boxed)
-        # Copies: the next run of the graph overwrites its outputs.
+        # 3. Copies of the outputs: the next run of the graph overwrites them.
         outputs = list[Tensor]()
         for output in captured.run(self._memory):
             outputs.append(output.index_select(0, indices) if output.numel() else output[:num])

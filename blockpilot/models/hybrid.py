@@ -106,6 +106,7 @@ class HybridLayers:
         """
         in_pass = self._begin(rotaries[0], cache, masks[0])
         delta, after, accepts = None, dict[int, Tensor](), list[Accept]()
+        # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
         for i, layer in enumerate(self._layers):
             x = self._add_norm(hidden, delta, layer.before)
             if layer.delta_net is None:
@@ -118,6 +119,7 @@ class HybridLayers:
                 after[i] = hidden + delta
         normed = self._add_norm(hidden, delta, self._norm)
         after[len(self._layers) - 1] = normed  # transformers norms the last layer's output, too
+        # Blocks of anchors alone have advanced the states already.
         if in_pass.order.num_block_tokens > int((~in_pass.order.is_text).sum()):
             in_pass.states.accept_states = partial(_accept_all, accepts)
         if not feature_layers:
@@ -129,7 +131,7 @@ class HybridLayers:
         order = StatePass([mask.packing for mask in masks], slots, self.shape.kernel)
         in_pass = HybridPass(cache, order, masks, rotary)
         in_pass.states.begin([int(slots[row]) for row in order.new_rows])
-        in_pass.states.accept_states = None
+        in_pass.states.accept_states = None  # of a pass that failed before its paths were known
         return in_pass
 
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
@@ -155,14 +157,17 @@ class HybridLayers:
         """Attention output [N, hidden] of normed states [N, hidden]; stores their keys and values first."""
         assert layer.attention is not None
         weights, num, kv = layer.attention, self._queries, self._kv
+        # 1. Each query is followed by its gate; then come keys, then values.
         heads = weights.qkv(x).view(len(x), -1, self._dim)
         queries, gates = heads[:, : 2 * num : 2], heads[:, 1 : 2 * num : 2]
         keys, values = heads[:, 2 * num : 2 * num + kv], heads[:, 2 * num + kv :]
+        # 2. Norms and rotation, before keys and values are stored.
         queries, keys = (
             self._rotated(self._norm_of(of_kind, norm), in_pass.rotary)
             for of_kind, norm in zip((queries, keys), weights.norms, strict=True)
         )
         in_pass.cache.store(torch.stack([keys, values], dim=1), layer.index)
+        # 3. Attention reads the pass's own tokens from the cache, too.
         cached = in_pass.cache.read(layer.index)
         attended = attend_parts(in_pass.masks, queries, *cached, self._dim**-0.5)
         return weights.out(attended * gates.sigmoid().flatten(1))

@@ -144,7 +144,7 @@ class PreparedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Hidden states [N, hidden], and the experts [N, k] of each token with weights [N, k] -> [N, hidden]."""
         mixed = torch.zeros_like(hidden_states, dtype=torch.float32)
-        # Each expert once, with all its tokens: its weights are read once.
+        # In float32, as C sums. Each expert once, with all its tokens: its weights are read once.
         for expert in top_k_index.unique().tolist():
             (gate_up, down), (rows, ranks) = self.products[expert], torch.where(top_k_index == expert)
             expert_outputs = down(self.form.gated(*gate_up(hidden_states[rows]).chunk(2, dim=-1)))

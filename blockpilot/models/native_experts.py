@@ -62,6 +62,7 @@ class RoomOfExperts:
         for layer in experts:
             num, chosen = max(num, layer.struct.num), max(chosen, layer.struct.chosen)
             inner = max(inner, layer.struct.inner)
+        # An expert reads its rows side by side, so a token has one row for each of its experts.
         rows, width = hidden.shape
         pairs = rows * chosen  # of tokens and experts
         x, down_out = hidden.new_empty(2, pairs * width)

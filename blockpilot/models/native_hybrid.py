@@ -139,6 +139,7 @@ class NativeHybridLayers(HybridLayers):
 
     def _places(self, num: int) -> Tensor:
         """Place [head_dim] in a padded head of every number of one whose first `num` are rotated."""
+        # C rotates places i and half + i of a padded head: the pairs of the rotated part go there, the rest behind.
         half, rotated = self._halves.padded, num // 2
         first, second = range(half), range(half, 2 * half)
         rest = [*first[rotated:], *second[rotated:]]
@@ -147,6 +148,7 @@ class NativeHybridLayers(HybridLayers):
     def _spread(self, rotary: Rotary, places: Tensor) -> Rotary:
         """Rotation of padded heads [N, 1, padded]."""
         places = places[: rotary.cosines.shape[-1]]
+        # Cosine 1 and sine 0 leave the other numbers as they are.
         cosines = rotary.cosines.new_ones(len(rotary.cosines), 1, 2 * self._halves.padded)
         sines = torch.zeros_like(cosines)
         cosines[..., places], sines[..., places] = rotary.cosines, rotary.sines
@@ -176,12 +178,14 @@ class NativeHybridLayers(HybridLayers):
         assert layer.attention is not None
         weights, padded, threads = layer.attention, 2 * self._halves.padded, torch.get_num_threads()
         native: _NativePass = in_pass.native
+        # 1. Heads, normed and padded, without the gates that stand between them.
         projected = weights.qkv(x).contiguous()
         heads = projected.new_empty(len(x), self._queries + 2 * self._kv, padded)
         sizes = *projected.shape, projected.data_ptr()
         shape = self._queries, self._kv, self._dim, padded
         norms = native.places.data_ptr(), weights.norms.data_ptr(), self._eps
         self._c.split_heads(*sizes, *shape, *norms, heads.data_ptr(), threads)
+        # 2. Attention, then the gates, which the product still has.
         attended = native.attend(layer.index, heads)
         gated = projected.new_empty(len(x), self._queries * self._dim)
         shape = self._queries, self._dim, padded, attended.data_ptr()
@@ -204,6 +208,7 @@ class NativeHybridLayers(HybridLayers):
 
     def _accept(self, inputs: _Inputs, index: int, in_pass: HybridPass, paths: Sequence[Sequence[int]]) -> None:
         """Advance a layer's states by the nodes of accepted paths [R] after the anchors."""
+        # The accepted tokens of all rows side by side, without the anchors.
         order, tokens, sizes = in_pass.order, list[int](), list[int]()
         for first, path in zip(order.firsts.tolist(), paths, strict=False):
             tokens += [first + node for node in path[1:]]

@@ -91,6 +91,7 @@ class NativeLayers(DecoderLayers):
             self._experts.append(None if experts is None else NativeExperts(experts))
             self._weights.append(self._norms_of(layer))
             self._structs[i] = self._struct(layer, self._weights[i], self._experts[i])
+        # One buffer serves all layers: as wide as the widest MLP or expert.
         heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * self._halves.padded
         inner = max(struct.down.inputs for struct in self._structs)
         sizes = self._widths.padded, *heads, dim, inner, self._widths.size, self._dim
@@ -168,6 +169,7 @@ class NativeLayers(DecoderLayers):
         return self._widths.cut(normed), self._widths.cut(features)
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
+        # Keys and values only: C skips the rows of the product that make queries.
         x = self._widths.pad(x)
         assert x.is_contiguous()
         structs = _PassStructs(cache, self._halves)
@@ -244,6 +246,7 @@ class _PassStructs:
         """Structs [parts] of a layer's masks, shared by layers with the same masks."""
         key = id(masks[0])  # layers share the mask objects
         if key not in self._parts:
+            # Rows and tokens of the parts follow each other.
             self._parts[key] = (_PartStruct * len(masks))()
             first_row = first_token = 0
             for i, mask in enumerate(masks):
@@ -259,6 +262,7 @@ class _PassStructs:
             raise IndexError(f"cache of {self._num_slots} slots and {self._length} columns: no place for every token")
 
     def _part(self, mask: Mask, slots: Tensor, first: int) -> _PartStruct:
+        # C reads rows of `width` queries; `sizes` says how many of them are tokens, `firsts` where they are in N.
         packing, (sizes, firsts) = mask.packing, mask.packing.spans
         num_rows, width, length = len(packing.sizes), packing.width, packing.length
         assert mask.visible.shape == (num_rows, 1, width, length)

@@ -179,12 +179,14 @@ def within(window: int, visible: Tensor, positions: Tensor, starts: Tensor) -> T
     # `width` more columns, cut off at the end: a short row's padding may extend beyond the longest row.
     at_columns = torch.arange(length + width, device=visible.device).repeat(num_rows, 1)
     at_columns.scatter_(1, starts[:, None] + torch.arange(width, device=visible.device), positions)
+    # Position of a query minus that of the token in a column: of ancestors and texts it is at least 0.
     distance = positions[:, None, :, None] - at_columns[:, None, None, :length]
     return visible & (distance < window)
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Mask [R, 1, W, L] of visible columns -> bias of `grouped_attention` [R, 1, groups * W, L]: 0 or -inf."""
+    # Rows of the queries that share a key: group by group, each with all W masks.
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return bias.repeat(1, 1, groups, 1)
 

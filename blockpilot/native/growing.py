@@ -124,11 +124,13 @@ def with_paths(
     """
     if (library := text_library()) is None:
         raise RuntimeError("paths need the functions in C")
+    # 1. Shapes. A row has as many slots as the deeper of both. The path adds one list to each slot, and one entry to
+    # each list.
     (laters, num, contexts, width), (rows, most) = draft_lists.chances.shape, paths.shape
-    # A row has as many slots as the deeper of both. The path adds one list to each slot, and one entry to each list.
     depths = np.maximum(draft_lists.depths, sizes)
     ends = depths.cumsum()
     shape = int(ends[-1]), contexts + 1, width + 1
+    # 2. Room for the merged lists, which C fills whole.
     tokens, places, choices, steps = np.empty((4, *shape), dtype=np.int64)
     chances, is_later = np.empty((laters, *shape)), np.empty(shape, dtype=np.uint8)
     inputs = np.zeros((rows, most, PATH_INPUTS))
@@ -153,6 +155,7 @@ def grow(lists: Lists, most: Array, widest: Array, room: int) -> Nodes | None:
     chances, num = np.zeros((rows, room)), np.empty(rows, dtype=np.int64)
     integers = np.zeros((7, rows, room), dtype=np.int64)
     limits = map(pointer, (lists.firsts, lists.depths, most, widest))
+    # Without paths C takes defaults for what only paths need.
     inputs = lists.chances, lists.places, lists.is_later, lists.tokens, lists.choices, lists.steps
     choices_in = (c_void_p() if values is None else pointer(values) for values in inputs)
     nodes_out = map(pointer, (chances, *integers, num))
@@ -193,6 +196,7 @@ def select_nodes(
     """
     if (library := text_library()) is None:
         return None
+    # `heads` is room for C: the next node of every tree.
     selected, heads = np.empty_like(num), np.empty_like(num)
     costs = c_long(tokens), c_double(token_s), c_double(tile_s), c_long(tile), c_double(experts_s)
     sizes = map(c_long, saved_s.shape)

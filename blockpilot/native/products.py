@@ -75,6 +75,7 @@ class NativeProduct:
         x, linear = self._inputs.pad(x).contiguous(), self.linear
         assert (x.dtype, x.shape[-1]) == (self._packed.dtype, linear.inputs)
         out = x.new_empty(*x.shape[:-1], linear.outputs)
+        # Leading dimensions do not matter to C: all are rows.
         rows, threads = x.numel() // linear.inputs, torch.get_num_threads()
         self._product(ctypes.byref(linear), rows, x.data_ptr(), out.data_ptr(), threads)
         return self._outputs.cut(out)

@@ -49,7 +49,7 @@ from jobs.training.config import TrainConfig
 from jobs.training.dataset import read_dataset
 from jobs.training.record import save
 
-EPOCHS = 120
+EPOCHS = 60
 CHECKPOINTS = "policy/train/*/checkpoint_*/state.pt"
 Start = Callable[..., Job]
 
@@ -121,7 +121,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
     losses_of = [fit.run_epoch() for _ in range(EPOCHS)]
     assert fit.done
-    # 1440 steps of Adam; gradients are summed in another order over two ranks.
+    # 720 steps of Adam; gradients are summed in another order over two ranks.
     expected = new_network(training, VOCAB_SIZE, settings)
     expected.load_state_dict(fit.best_weights())
     torch.testing.assert_close(

@@ -41,23 +41,40 @@ class Trees(NamedTuple):
 def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: Load) -> RowPlan:
     """Plan of `num_rows` rows of each kind, beside the load of other rows, which emit one token each.
 
-    Maximises over all depths and all probability thresholds of verified nodes. Tokens beyond the first tile cost a
-    share of a tile.
+    Maximises over all depths, all probability thresholds of verified nodes, and numbers of nodes that fill a tile.
     """
     _, sums, counts = expected
     depths = np.arange(sums.shape[-2])[:, None]
     tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
     load = other_load._replace(rows=other_load.rows + num_rows)
-    plain_s = price.seconds(load) - more_tiles(load.num_tokens, price.tile) * price.tile_s
-    share_s = price.tile_s / price.tile
-    beyond = (load.num_tokens + nodes - price.tile).clip(min=0)
-    seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
+    if price.tile_s:
+        tokens, nodes = _with_full_tiles(tokens, nodes, load.num_tokens, price.tile)
+    plain_s = price.seconds(load)
+    tiles = more_tiles(load.num_tokens + nodes, price.tile) - more_tiles(load.num_tokens, price.tile)
+    seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + tiles * price.tile_s
     seconds += price.more_experts_s(load.num_tokens, nodes)
-    plain_s += max(0, load.num_tokens - price.tile) * share_s
     rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, other_load), (-1, 1)))
     rate = rates.max(axis=(-2, -1)).clip(min=load.rows / plain_s)
     saved_s = (tokens / rate[..., None, None] - seconds).max(axis=-1)
     return RowPlan(rate, (saved_s - saved_s[..., :1].clip(min=-plain_s)) / num_rows)
+
+
+def _with_full_tiles(tokens: Array, nodes: Array, num: int, tile: int) -> tuple[Array, Array]:
+    """Expected tokens and nodes by thresholds [..., J], and for F numbers of nodes that fill a tile: [..., J + F].
+
+    The step has `num` tokens without nodes. `choose_nodes` fills tiles, between two thresholds: of sixteen rows a
+    tile has few thresholds.
+    """
+    free = -num % tile or tile
+    fills = np.arange(free, nodes.max() + tile, tile)
+    # From no nodes to those above the least threshold, [..., 1 + J].
+    xs, ys = (np.concatenate([np.zeros_like(v[..., :1]), v[..., ::-1]], axis=-1) for v in (nodes, tokens))
+    filled = np.minimum(fills, xs[..., -1:])
+    # The least threshold that gives as many nodes, and the one above it.
+    after = (xs[..., None, :] < filled[..., None]).sum(axis=-1).clip(min=1)
+    (x0, x1), (y0, y1) = ([np.take_along_axis(v, at, axis=-1) for at in (after - 1, after)] for v in (xs, ys))
+    share = np.divide(filled - x0, x1 - x0, out=np.zeros_like(x0), where=x1 > x0)
+    return np.concatenate([tokens, y0 + share * (y1 - y0)], axis=-1), np.concatenate([nodes, filled], axis=-1)
 
 
 def _launch_s(num: int, price: StepPrice, other_load: Load) -> list[float]:

@@ -63,8 +63,8 @@ class Load(NamedTuple):
 
 
 def more_tiles(num_tokens: Any, tile: int) -> Any:
-    """Tiles of tokens beyond the first."""
-    return (num_tokens - 1) // tile
+    """Tiles of tokens beyond the first, full or not."""
+    return -(-num_tokens // tile) - 1
 
 
 def chosen_experts(expert_share: float, num_tokens: Any) -> Any:

@@ -1,5 +1,6 @@
 """Depths before the draft and nodes after it, against all choices there are."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -41,18 +42,18 @@ class SlowStep(NamedTuple):
 
 
 def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: StepPrice, beside: Load) -> SlowStep:
-    """Step of rows that draft so deep, which adds these tokens and nodes to each; tokens have shares of tiles."""
-    rows, verified = beside.rows + num_rows, beside.num_verified + num_rows * nodes
+    """Step of rows that draft so deep, which adds these tokens and nodes."""
+    rows, verified = beside.rows + num_rows, beside.num_verified + nodes
     launched = beside.num_passes if beside.num_drafted else 0
     num_passes = depth if price.is_sequential else int(depth > 0)
     seconds = price.base_s + rows * price.row_s + launched * price.launch_s + verified * price.token_s
     seconds += (beside.num_drafted + num_rows * depth) * price.slot_s
-    seconds += max(0, rows + verified - price.tile) * price.tile_s / price.tile
+    seconds += (math.ceil((rows + verified) / price.tile) - 1) * price.tile_s
     seconds += (1 - (1 - price.expert_share) ** (rows + verified)) * price.experts_s
-    return SlowStep(num_rows * tokens, seconds, price.launch_s * max(0, num_passes - launched))
+    return SlowStep(tokens, seconds, price.launch_s * max(0, num_passes - launched))
 
 
-nodes_of = st.lists(st.tuples(chances, st.floats(0, 4)), min_size=2, max_size=5)
+nodes_of = st.lists(st.tuples(chances, st.floats(0, 9)), min_size=2, max_size=5)
 
 
 @settings(deadline=None, max_examples=300)
@@ -60,17 +61,23 @@ nodes_of = st.lists(st.tuples(chances, st.floats(0, 4)), min_size=2, max_size=5)
 def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
     by_threshold: list[list[tuple[float, float]]], num_rows: int, price: StepPrice, beside: Load
 ) -> None:
-    """Brute force over depths and thresholds of nodes; depth 0 needs no draft. Rates are sums in another order."""
+    """Brute force over depths and thresholds of nodes, and where nodes fill a tile; depth 0 needs no draft.
+
+    Each threshold has some nodes more than the one above it, which are accepted with some probability.
+    """
     size = min(map(len, by_threshold))
-    values = np.array([of_depths[:size] for of_depths in by_threshold]).transpose(2, 1, 0)
+    more = np.array([of_depths[:size] for of_depths in by_threshold]).transpose(2, 1, 0)
+    more[0] *= more[1]
+    values = more[..., ::-1].cumsum(axis=-1)[..., ::-1]
     plan = plan_rows(Expected(np.zeros(len(by_threshold)), *values), num_rows, price, beside)
-    steps = [
-        [
-            slow_step(depth, *(float(of[: depth + 1, j].sum()) for of in values), num_rows, price, beside)
-            for j in range(len(by_threshold))
-        ]
-        for depth in range(size)
-    ]
+    steps = list[list[SlowStep]]()
+    for depth in range(size):
+        tokens, nodes = num_rows * values[:, : depth + 1].sum(axis=1)
+        free = -(beside.num_tokens + num_rows) % price.tile or price.tile
+        fills = np.arange(free, nodes[0], price.tile) if price.tile_s else np.zeros(0)
+        filled = np.interp(fills, [0, *nodes[::-1]], [0, *tokens[::-1]])
+        points = [*zip(tokens.tolist(), nodes.tolist(), strict=True), *zip(filled, fills.tolist(), strict=True)]
+        steps.append([slow_step(depth, *point, num_rows, price, beside) for point in points])
     rows, plain_s = beside.rows + num_rows, slow_step(0, 0, 0, num_rows, price, beside).seconds
     rates = [(rows + step.tokens) / (step.seconds + step.launch_s) for of_depth in steps for step in of_depth]
     rate = max(rows / plain_s, *rates)

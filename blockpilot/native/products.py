@@ -66,7 +66,8 @@ class NativeProduct:
         panel_padding, per_unit = Padding.to_multiple(num_outputs, PANEL), 4 // weight.element_size()
         panels = panel_padding.pad(weight.T).T.reshape(-1, PANEL, num_inputs // per_unit, per_unit)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, units, PANEL, inputs of a unit]
-        self._bias = None if bias is None else panel_padding.pad(outputs.pad(bias)).contiguous()
+        # A copy: C keeps its address, and a model's own weights may move (kernels.leave_file).
+        self._bias = None if bias is None else panel_padding.pad(outputs.pad(bias.detach())).clone()
         self._product = _declared(library)
         pointers = self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()
         self.linear = Linear(num_inputs, num_outputs, *pointers)

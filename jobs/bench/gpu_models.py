@@ -1,4 +1,4 @@
-"""Pairs with random weights, created on a device, and the bytes that one of their steps has to read.
+"""Shapes of targets, pairs with random weights on a device, and the bytes that a step of one has to read.
 
 A mixture reads the experts that its tokens choose. With random weights the choices are independent: of E experts,
 n tokens with k each choose E (1 - (1 - k / E)^n) on average.
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -54,10 +56,16 @@ _CODER: Sizes = _HEADS | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key
 _CODER |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _HYBRID: Sizes = {"head_dim": 256, "num_attention_heads": 16, "vocab_size": 248320, "num_key_value_heads": 4}
 _HYBRID |= {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "tie_word_embeddings": True}
+_HYBRID_08B: Sizes = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24}
+_HYBRID_08B |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+_HYBRID_08B |= {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
+_GPT_OSS: Sizes = {"num_hidden_layers": 24, "num_local_experts": 32, "pad_token_id": None}
 SHAPES = {
     "4b": Shape(Qwen3Config, Qwen3ForCausalLM, _QWEN3 | _4B),
     "8b": Shape(Qwen3Config, Qwen3ForCausalLM, _QWEN3 | _8B),
     "coder-30b": Shape(Qwen3MoeConfig, Qwen3MoeForCausalLM, _CODER),
+    "gpt-oss-20b": Shape(GptOssConfig, GptOssForCausalLM, _GPT_OSS),
+    "qwen3.5-0.8b": Shape(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _HYBRID | _HYBRID_08B),
     "qwen3.5-4b": Shape(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _HYBRID),
 }
 TINY: Sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}

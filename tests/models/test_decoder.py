@@ -124,6 +124,7 @@ MODELS = {
     "gpt_oss": gpt_oss,
     "gpt_oss, all padded": lambda: gpt_oss(head_dim=10, hidden_size=44, intermediate_size=52, vocab_size=265),
     "gpt_oss, one query for every key": lambda: gpt_oss(num_key_value_heads=4, swiglu_limit=2.0),
+    "gpt_oss, whole panels of experts": lambda: gpt_oss(num_local_experts=16),  # their biases need no padding
     "qwen3_moe": qwen3_moe,
     "qwen3_moe with a window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=4),
     "qwen3_moe, all padded": lambda: qwen3_moe(head_dim=10, hidden_size=44, moe_intermediate_size=20, vocab_size=265),

@@ -1,44 +1,43 @@
-"""Seconds of a hybrid target's pass by the tokens that it verifies, and memory of its states, beside transformers.
+"""Seconds of a target's pass by the tokens that it verifies, and memory of its states, beside transformers.
 
-Weights are random, in the shape of Qwen3.5-0.8B. A pass is the target's alone, with its LM head and the
-states of accepted tokens: no draft, no sampling. Half of the drafted tokens are accepted. All kinds are interleaved,
-the fastest of each counts. transformers takes the same tokens after a cached text, as one chain; it cannot take back
-what is rejected.
+Weights are random, in the shape of a published model, or of some of its layers where memory is short. A pass is the
+target's alone, with its LM head and the states of accepted tokens: no draft, no sampling. Half of the drafted tokens
+are accepted. All kinds are interleaved, the fastest of each counts. transformers takes the same tokens after a cached
+text, as one chain; it cannot take back what is rejected.
 
-    python jobs/bench/hybrid_step.py --threads 1
+    python -m jobs.bench.target_pass --shape qwen3.5-0.8b
+    python -m jobs.bench.target_pass --shape coder-30b --num-layers 2 --dtype bfloat16
 """
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
-from transformers import DynamicCache, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import DynamicCache, PreTrainedModel
 
 from blockpilot.device import device_name, to_device, to_dtype
 from blockpilot.evaluation.tables import markdown
 from blockpilot.models.packing import Packing, depths_of
 from blockpilot.models.states import StateCache
 from blockpilot.models.target import Target
+from jobs.bench.gpu_models import SHAPES
 from jobs.common.config import Config, main
 
 MIB = 2**20
-SHAPES: dict[str, dict[str, int]] = {
-    "0.8b": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1},
-}
-STATES = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}  # of 128 x 128
 
 
-class HybridStepConfig(Config):
+class TargetPassConfig(Config):
     """Shape of the target, and kinds of passes."""
 
-    shape: Literal["0.8b", "tiny"] = "0.8b"
-    """Widths and layers of Qwen3.5-0.8B, or four narrow layers with the same states."""
-    intermediate_size: int = Field(default=3584, ge=1)
-    vocab_size: int = Field(default=248320, ge=16)
+    shape: Literal["qwen3.5-0.8b", "qwen3.5-4b", "4b", "8b", "coder-30b", "gpt-oss-20b"] = "qwen3.5-0.8b"
+    """A published model's shape."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """Number of its layers; by default all."""
+    vocab_size: int | None = Field(default=None, ge=16)
+    """Size of the vocabulary; by default the model's."""
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = Field(default=1, ge=1)
@@ -53,16 +52,17 @@ class HybridStepConfig(Config):
     """Timed passes of each kind; the fastest counts."""
 
 
-def new_model(config: HybridStepConfig) -> PreTrainedModel:
+def new_model(config: TargetPassConfig) -> PreTrainedModel:
     """A random model, its weights created on the device in its dtype."""
-    sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": True, "head_dim": 256}
-    sizes |= {"intermediate_size": config.intermediate_size} | STATES | SHAPES[config.shape]
+    shape = SHAPES[config.shape]
+    changes = {"num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size}
+    sizes = shape.sizes | {name: size for name, size in changes.items() if size is not None}
     default = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(to_dtype(config.dtype))
     try:
         with to_device(config.device):
-            model: PreTrainedModel = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
+            model: PreTrainedModel = shape._replace(sizes=sizes).new()
     finally:
         torch.set_default_dtype(default)
     model.eval().requires_grad_(False)
@@ -74,16 +74,19 @@ def parents_of(layout: str, num: int) -> list[int]:
     return list(range(num - 1)) if layout == "chain" else [i // 2 for i in range(num - 1)]
 
 
+def tokens_of(model: PreTrainedModel, rows: int, num: int) -> torch.Tensor:
+    """Random tokens [rows, num]: equal ones would choose the same experts."""
+    return torch.randint(model.config.vocab_size, (rows, num), device=model.device)
+
+
 class Passes:
     """Passes of a target of `rows` rows at the end of a text."""
 
     def __init__(self, target: Target, rows: int, context: int, room: int) -> None:
         self._target, self._starts, self._device = target, [context] * rows, target.model.device
-        cache = target.new_cache(rows, context + room, room)
-        assert isinstance(cache, StateCache)
-        self.cache = cache
-        text = torch.zeros(rows, context, dtype=torch.int64, device=self._device)
-        target.score_rows(text, 0, cache, torch.arange(rows, device=self._device))
+        self.cache = target.new_cache(rows, context + room, room)
+        text = tokens_of(target.model, rows, context)
+        target.score_rows(text, 0, self.cache, torch.arange(rows, device=self._device))
 
     def run(self, layout: str, num: int) -> None:
         """Verify `num` tokens of every row, and accept half of those that the row's longest path has."""
@@ -91,7 +94,7 @@ class Passes:
         trees = None if layout == "chain" else [parents] * rows
         packing = Packing([num] * rows, self._starts, self._device, trees, cut=rows)
         view = self.cache.view(packing.rows, packing.columns, slice(0, rows), packing.length)
-        tokens = torch.zeros(num * rows, dtype=torch.int64, device=self._device)
+        tokens = tokens_of(self._target.model, rows, num).flatten()
         self._target.logits(self._target.score(tokens, view, packing, features=False).hidden)
         path = [num - 1] if num > 1 else []
         while path and path[0]:
@@ -125,28 +128,26 @@ def kinds_of(passes: Passes, sizes: Sequence[int]) -> dict[str, Callable[[], obj
 
 
 def transformers_kinds(
-    model: PreTrainedModel, rows: int, config: HybridStepConfig
+    model: PreTrainedModel, rows: int, config: TargetPassConfig
 ) -> dict[str, Callable[[], object]]:
     """The model's own cached passes of the same numbers of tokens; each adds to one cache."""
-    text, past = (
-        torch.zeros(rows, config.context, dtype=torch.int64, device=model.device),
-        DynamicCache(config=model.config),
-    )
+    text, past = tokens_of(model, rows, config.context), DynamicCache(config=model.config)
     model(text, past_key_values=past, use_cache=True, logits_to_keep=1)
 
     def run(num: int) -> None:
-        model(text.new_zeros(rows, num), past_key_values=past, use_cache=True)
+        model(tokens_of(model, rows, num), past_key_values=past, use_cache=True)
 
     return {f"transformers {num}": partial(run, num) for num in (1, *config.tokens)}
 
 
 @torch.inference_mode()
-def run(config: HybridStepConfig) -> None:
-    """Measure, and print the states' memory and a table of milliseconds."""
+def run(config: TargetPassConfig) -> None:
+    """Measure, and print the memory of states and a table of milliseconds."""
     torch.set_num_threads(config.threads)
     model = new_model(config)
     device = model.device
-    print(f"Qwen3.5 {config.shape}, {config.dtype} on {device_name(device)}, context {config.context}")
+    layers = model.config.num_hidden_layers
+    print(f"{config.shape}, {layers} layers, {config.dtype} on {device_name(device)}, context {config.context}")
     # transformers first: its weights are packed for C afterwards.
     of_transformers = [
         fastest(transformers_kinds(model, rows, config), config.num_passes, device) for rows in config.rows
@@ -157,12 +158,13 @@ def run(config: HybridStepConfig) -> None:
     for rows, beside in zip(config.rows, of_transformers, strict=True):
         passes = Passes(target, rows, config.context, max(config.tokens))
         times = fastest(kinds_of(passes, config.tokens), config.num_passes, device)
-        cache = passes.cache
-        states = cache.windows[:, 0].nbytes + cache.matrices[:, 0].nbytes
+        cache, states = passes.cache, 0
+        if isinstance(cache, StateCache):
+            states = cache.windows[:, 0].nbytes + cache.matrices[:, 0].nbytes
         table.append({"rows": str(rows)} | {name: f"{ms:.1f}" for name, ms in (times | beside).items()})
         print(f"{rows} rows: states {states / MIB:.1f} MiB a slot, cache {cache.num_bytes / MIB:.1f} MiB")
     print(f"\nmilliseconds of a pass by layout and tokens per row:\n\n{markdown(table)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(HybridStepConfig, run)
+    main(TargetPassConfig, run)

@@ -73,12 +73,14 @@ TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32, "max_posit
 _TINY_EXPERTS: Sizes = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 _TINY_STATES: Sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
 _TINY_STATES |= {"linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
+_TINY_SINKS: Sizes = {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 32, "pad_token_id": None}
 _CHECKED: Sizes = TINY | {"initializer_range": 0.1, "tie_word_embeddings": False}
 FAMILIES = {
     "qwen3": Shape(Qwen3Config, Qwen3ForCausalLM, _CHECKED),
     "llama": Shape(LlamaConfig, LlamaForCausalLM, _CHECKED | {"tie_word_embeddings": True}),
     "qwen3_moe": Shape(Qwen3MoeConfig, Qwen3MoeForCausalLM, _CHECKED | _TINY_EXPERTS),
     "qwen3_5_moe": Shape(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _CHECKED | _TINY_EXPERTS | _TINY_STATES),
+    "gpt_oss": Shape(GptOssConfig, GptOssForCausalLM, _CHECKED | _TINY_SINKS),
 }
 """Small targets, whose texts are checked."""
 

@@ -19,6 +19,7 @@ import pytest
 import ray
 import torch
 from hypothesis import settings
+from transformers import PreTrainedModel
 
 from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.native import library
@@ -138,28 +139,28 @@ def eagle_pair(tiny_pair: Pair) -> Pair:
     return eagle3_pair(tiny_pair, tiny_target(), vocabulary)
 
 
+def with_random_draft(pair: Pair, target: PreTrainedModel) -> Pair:
+    """The pair with another target and a random draft for it."""
+    draft = tiny_draft(target).eval().requires_grad_(False)
+    return replace(pair, target=target.eval().requires_grad_(False), draft=draft)
+
+
 @pytest.fixture(scope="session")
 def hybrid_pair(tiny_pair: Pair) -> Pair:
     """A random Qwen3.5, most of whose layers keep a state, with a random draft."""
-    target = tiny_hybrid().eval().requires_grad_(False)
-    draft = tiny_draft(target).eval().requires_grad_(False)
-    return replace(tiny_pair, target=target, draft=draft)
+    return with_random_draft(tiny_pair, tiny_hybrid())
 
 
 @pytest.fixture(scope="session")
 def hybrid_mixture_pair(tiny_pair: Pair) -> Pair:
     """As `hybrid_pair`, with a Qwen3.5-MoE."""
-    target = tiny_hybrid_mixture().eval().requires_grad_(False)
-    draft = tiny_draft(target).eval().requires_grad_(False)
-    return replace(tiny_pair, target=target, draft=draft)
+    return with_random_draft(tiny_pair, tiny_hybrid_mixture())
 
 
 @pytest.fixture(scope="session")
 def gpt_oss_pair(tiny_pair: Pair) -> Pair:
     """A random gpt-oss, with sinks, windows and experts, and a random draft."""
-    target = tiny_gpt_oss().eval().requires_grad_(False)
-    draft = tiny_draft(target).eval().requires_grad_(False)
-    return replace(tiny_pair, target=target, draft=draft)
+    return with_random_draft(tiny_pair, tiny_gpt_oss())
 
 
 @pytest.fixture(scope="session")

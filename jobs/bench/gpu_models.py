@@ -4,7 +4,8 @@ A mixture reads the experts that its tokens choose. With random weights the choi
 n tokens with k each choose E (1 - (1 - k / E)^n) on average.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -85,17 +86,24 @@ FAMILIES = {
 """Small targets, whose texts are checked."""
 
 
-def random_pair(target: NewModel, device: torch.device, dtype: torch.dtype, **draft: Any) -> Pair:
-    """A target and a draft with random weights, created on the device."""
+@contextmanager
+def new_weights(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Models made inside get random weights, the same every time, on the device and in the dtype."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = target()
-            network = DraftModel(new_draft_config(model.config, mask_token_id=model.config.vocab_size - 1, **draft))
+            yield
     finally:
         torch.set_default_dtype(default)
+
+
+def random_pair(target: NewModel, device: torch.device, dtype: torch.dtype, **draft: Any) -> Pair:
+    """A target and a draft with random weights, created on the device."""
+    with new_weights(device, dtype):
+        model = target()
+        network = DraftModel(new_draft_config(model.config, mask_token_id=model.config.vocab_size - 1, **draft))
     for module in (model, network):
         nn.Module.to(module, device=device, dtype=dtype).eval().requires_grad_(False)
     no_tokenizer: Any = None

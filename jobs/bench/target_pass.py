@@ -23,7 +23,7 @@ from blockpilot.evaluation.tables import markdown
 from blockpilot.models.packing import Packing, depths_of
 from blockpilot.models.states import StateCache
 from blockpilot.models.target import Target
-from jobs.bench.gpu_models import SHAPES
+from jobs.bench.gpu_models import SHAPES, new_weights
 from jobs.common.config import Config, main
 
 MIB = 2**20
@@ -57,14 +57,8 @@ def new_model(config: TargetPassConfig) -> PreTrainedModel:
     shape = SHAPES[config.shape]
     changes = {"num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size}
     sizes = shape.sizes | {name: size for name, size in changes.items() if size is not None}
-    default = torch.get_default_dtype()
-    torch.manual_seed(0)
-    torch.set_default_dtype(to_dtype(config.dtype))
-    try:
-        with to_device(config.device):
-            model: PreTrainedModel = shape._replace(sizes=sizes).new()
-    finally:
-        torch.set_default_dtype(default)
+    with new_weights(to_device(config.device), to_dtype(config.dtype)):
+        model = shape._replace(sizes=sizes).new()
     model.eval().requires_grad_(False)
     return model
 

@@ -13,7 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _MAX_WAITING = 16  # tokens shown as U+FFFD by `decode`, until they count as invalid
+_MAX_BYTES = 4  # of a character in UTF-8
 _UNDECODED = "\ufffd"
+_UNDECODED_BYTES = _UNDECODED.encode()
 _TOKENWISE = {"Replace", "ByteFallback", "Metaspace", "WordPiece", "Strip", "Fuse"}
 """Decoder steps that change each piece independently, except that the first one may differ."""
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -31,6 +33,7 @@ class Speller:
         # ones.
         self._before: tuple[int, ...] = ()
         self._num_shown = 0
+        self._num_early = 0  # bytes of U+FFFD of the waiting tokens that were shown early
 
     def push(self, token: int) -> bytes:
         """Bytes that the next token adds; empty for a special token, and for an id that is no token."""
@@ -39,24 +42,26 @@ class Speller:
             return b""
         before = (*self._before, token)
         waiting = self._tokens.unfinished(before)
+        num_early, self._before = self._num_early, before
+        if added:  # what was shown early is at its start
+            self._num_early = 0
         if added and not waiting:
             self._before, self._num_shown = before[self._num_shown :], len(before) - self._num_shown
         elif len(before) - self._num_shown > _MAX_WAITING:
-            added += waiting
-            self._before = () if waiting else (token,)
-            self._num_shown = len(self._before)
-        else:
-            self._before = before
-        return added
+            # Only the last U+FFFD can be a character's beginning; its bytes are in the last three tokens.
+            added = (added + waiting)[: -len(_UNDECODED_BYTES)] if waiting else added
+            self._before, self._num_shown = before[-_MAX_BYTES:], 0
+            self._num_early = max(len(self._tokens.unfinished(self._before)) - len(_UNDECODED_BYTES), 0)
+        return added[num_early:]
 
     def peek(self, token: int) -> bytes:
         """Bytes that a token would add if it were the next; for a special token its name."""
         added = self._tokens.added(token, self._before)
-        return self._tokens.special.get(token, b"") if added is None else added
+        return self._tokens.special.get(token, b"") if added is None else added[self._num_early :]
 
     def finish(self) -> bytes:
         """Bytes of the U+FFFD for an incomplete character at the end of the text."""
-        return self._tokens.unfinished(self._before)
+        return self._tokens.unfinished(self._before)[self._num_early :]
 
 
 @lru_cache(maxsize=8)

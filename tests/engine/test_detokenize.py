@@ -124,7 +124,7 @@ OTHERS: dict[str, Any] = {
     "strips each piece": of_pieces(decoders.Sequence([REPLACE, decoders.Strip(" ", 1, 0)]), WORDS),
     "strips two spaces": of_pieces(decoders.Sequence([REPLACE, FUSE, decoders.Strip(" ", 2, 0)]), WORDS[4:]),
     "BPEDecoder": of_pieces(decoders.BPEDecoder(), ["un", "able</w>", "é</w>", "🙂", "the</w>", "."]),
-    "no bytes": of_pieces(HIDDEN_BYTES, list(BYTE_LEVEL.get_vocab())),
+    "no bytes": of_pieces(HIDDEN_BYTES, sorted(BYTE_LEVEL.get_vocab())),
     "no decoder": of_pieces(None, ["un", "able", "é", "🙂", "the", "."]),
 }
 
@@ -148,6 +148,16 @@ def test_half_characters_do_not_pile_up() -> None:
     assert shown > 950
     assert shown + len(out.finish()) == 1000
     assert len(out._speller._before) < 20
+
+
+@pytest.mark.parametrize("piece", ["©â", "ĤðŁĻ"])
+@given(num=st.integers(1, 80), after=SENTENCES, cuts=CUTS)
+def test_half_characters_shown_early_are_counted_once(piece: str, num: int, after: str, cuts: list[int]) -> None:
+    """Each piece ends a character and begins another, so two pieces make one U+FFFD between them."""
+    tokenizer = OTHERS["no bytes"]
+    pieces = [piece] * num + [BYTE_LEVEL.convert_ids_to_tokens(token) for token in BYTE_LEVEL.encode(after)]
+    want = byte_level_bytes(BYTE_LEVEL, BYTE_LEVEL.convert_tokens_to_ids(pieces)).decode(errors="replace")
+    assert "".join(stream(tokenizer, tokenizer.convert_tokens_to_ids(pieces), [], cuts)[0]) == want
 
 
 # Real tokenizers

@@ -178,23 +178,27 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
     deepest = block_size - 1
     small = max(1, deepest // 2)
     tree_size, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
+    chain = Drafted(deepest, deepest)
     if rows == 1:  # up to a tile, just above it, and to the end of the next
-        alone = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), Drafted(deepest, deepest)]
+        alone = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), chain]
         alone += [Drafted(deepest, min(n, largest)) for n in (tree_size, TILE - 1, TILE + 3, largest)]
         alone += [Drafted(small, (deepest + tree_size) // 2)]
         return [[row] for row in alone]
-    plain = [PLAIN] * (rows - 1)
+    # Pairs of mixtures just below and just above the end of a tile: most numbers of rows are parts of one.
+    plain, one, some, whole = ([row] * (rows - 1) for row in (PLAIN, Drafted(1, 1), Drafted(small, small), chain))
     return [
         [PLAIN, *plain],
         [Drafted(1, 1), *plain],
-        [Drafted(deepest, deepest), *plain],
+        [chain, *plain],
         [Drafted(deepest, tree_size), *plain],
-        [Drafted(1, 1)] * rows,
+        [Drafted(1, 1), *one],
+        [chain, *one],
         [Drafted(deepest, 1)] * rows,
-        [Drafted(small, small)] * rows,
-        [Drafted(small, deepest)] * rows,
-        [Drafted(deepest, deepest)] * rows,
-        ([Drafted(deepest, tree_size), Drafted(deepest, deepest)] * rows)[:rows],  # a tile more, of a few rows
+        [Drafted(small, small), *some],
+        [chain, *some],
+        [Drafted(small, small + 1)] * rows,
+        [chain, *whole],
+        [Drafted(deepest, tree_size), *whole],
         ([Drafted(deepest, tree_size), Drafted(1, 1), PLAIN, Drafted(small, small)] * rows)[:rows],
     ]
 

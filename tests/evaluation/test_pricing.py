@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -54,6 +55,13 @@ def test_loads_of_mixtures_tell_all_coefficients_apart(block_size: int, tiny_pai
         for tile in TILES:
             terms = np.array([load.terms(expert_share(pair), tile) for load in loads], dtype=float)[:, columns]
             assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_two_mixtures_are_on_both_sides_of_a_tiles_end(rows: int) -> None:
+    """Whole tiles alone do not tell a tile's cost from that of its tokens."""
+    num_tokens = sorted(load_of(mixture).num_tokens for mixture in mixtures_of(rows, 8))
+    assert any(low % 32 == 0 and high - low <= 8 for low, high in pairwise(num_tokens) if high > low)
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -16,8 +16,8 @@ from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.native.growing import Nodes
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
-PLAN_EVERY = 16  # steps
-LEARN_EVERY = 16  # steps whose outcomes form one update
+UPDATE_EVERY = 16  # steps between two updates of plans, and whose outcomes form one update of the model
+SHARE_OF_NEWS = 4  # at first fewer: as many as one part in so many of the steps so far
 NUM_EARLY, SHARE_OF_LATER = 256, 4  # steps of which all are learned from; then one in so many
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
 EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
@@ -81,6 +81,7 @@ class Controller:
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of others
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
         self._num_planned = 0  # steps since the first of the plans was made
+        self._num_plans = 0
         self._num_steps = 0
         self._num_drafts = 0  # steps that drafted
         self._spare_s = 0.0  # saved up for exploration
@@ -100,12 +101,13 @@ class Controller:
     def plan(self, rows: Planned, other_load: Load) -> Array:
         """Depths [R] of the next step's draft; other_load is the load of the other rows.
 
-        Running means change slowly: plans of a load are valid for PLAN_EVERY steps.
+        Running means change slowly: plans of a load are valid until the next update.
         """
-        if self._num_planned >= PLAN_EVERY:
+        if _is_due(self._num_planned, self._num_plans):
             self._observe()
             self._plans_of, self._num_planned = {}, 0
         self._num_planned += 1
+        self._num_plans += 1
         key = len(rows.kinds), other_load
         if key not in self._plans_of:
             self._plans_of[key] = Plans(plan_rows(self.model.expected(), len(rows.kinds), self.price, other_load), {})
@@ -181,7 +183,7 @@ class Controller:
         is_learned = self._num_steps <= NUM_EARLY or self._num_steps % SHARE_OF_LATER == 0
         if outcome.verified is not None and is_learned:
             self._unlearned.append((self._proposal, outcome.verified))
-        if len(self._unlearned) >= LEARN_EVERY:
+        if self._unlearned and _is_due(len(self._unlearned), self._num_steps):
             self._learn_nodes()
         load = outcome.load
         if not load.rows or outcome.num_prompt_tokens or outcome.has_captured:
@@ -205,6 +207,11 @@ class Controller:
             self.model.learn(Observed(*map(np.concatenate, zip(*of_choices, strict=True))))
         self.model.learn_paths(*map(np.concatenate, zip(*of_paths, strict=True)))
         self._unlearned = []
+
+
+def _is_due(num_since: int, num_steps: int) -> bool:
+    """True if so many of the steps so far, those since the latest update, ask for another one."""
+    return num_since >= min(UPDATE_EVERY, 1 + num_steps // SHARE_OF_NEWS)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ log = logging.getLogger("ray.serve.blockpilot")  # the servers' log
 def kept_price(pair: Pair, rows: int, context: int, folder: Path | None = None) -> StepPrice:
     """The step cost of an earlier start, at today's pace, or a new one, which is kept.
 
-    A pair, dtype, device, number of rows and context has a file. An old or damaged one, and one whose ratio of a
-    plain to a drafting step is not today's, is written anew.
+    A pair, dtype, device, number of rows, context and choice of timed steps has a file. An old or damaged one, and
+    one whose ratio of a plain to a drafting step is not today's, is written anew.
     """
-    key = repr((pair.id, str(pair.target.dtype), str(pair.target.device), rows, context))
+    key = repr((pair.id, str(pair.target.dtype), str(pair.target.device), rows, context, mixtures_for(pair, rows)))
     file = (folder or FOLDER) / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     price = _read(file, pair)
     pace = None if price is None else _pace(pair, price, context)

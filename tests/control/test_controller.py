@@ -10,11 +10,10 @@ from blockpilot.control.choose import Drafting, best_drafting, choose_nodes, pla
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
-    LEARN_EVERY,
     NUM_EARLY,
-    PLAN_EVERY,
     PROBE_EVERY,
     SHARE_OF_LATER,
+    UPDATE_EVERY,
     Controller,
     Planned,
     StepOutcome,
@@ -99,11 +98,26 @@ def test_what_drafts_add_moves_the_plan() -> None:
     assert poor.drafts == (steps[-1][0] > 0)
 
 
-def test_plans_hold_for_some_steps_of_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_renewed_soon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sixteen rows the first steps say more than any guess, and a short run consists of little else."""
     controller, planned = controller_of(), list[int]()
     expected = controller.model.expected
+    monkeypatch.setattr(controller.model, "expected", lambda: planned.append(controller._num_plans) or expected())
+    for _ in range(40 * UPDATE_EVERY):
+        controller.plan(greedy(16), ALONE)
+    gaps = np.diff(planned).tolist()
+    assert gaps[:3] == [1, 1, 1]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == UPDATE_EVERY
+
+
+def test_plans_are_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, planned = controller_of(), list[int]()
+    for _ in range(20 * UPDATE_EVERY):
+        controller.plan(greedy(1), ALONE)
+    expected = controller.model.expected
     monkeypatch.setattr(controller.model, "expected", lambda: planned.append(len(planned)) or expected())
-    for _ in range(2 * PLAN_EVERY):
+    for _ in range(2 * UPDATE_EVERY):
         controller.plan(greedy(1), ALONE)
     assert len(planned) == 2
     controller.plan(greedy(2), ALONE)
@@ -185,7 +199,7 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
     offered = trees_to_select([[1.0, 1.0, 1.0], [1.0, 1.0]])
     offered.nodes.choices[0, 1:], offered.nodes.choices[1] = -1, -1
     controller.select(offered._replace(drafted=np.array([1, 0])), Load(2, 1))
-    for _ in range(PLAN_EVERY):
+    for _ in range(UPDATE_EVERY):
         controller.plan(greedy(1), ALONE)
     after = controller.model.expected().counts[0, 1:]
     np.testing.assert_array_equal(after[1:], before[1:])
@@ -196,8 +210,10 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
 def test_later_steps_are_learned_from_by_one_in_some() -> None:
     """All of the first ones are, and outcomes that are not learned from are not computed."""
     controller, learned = controller_of(), list[int]()
-    for step in range(NUM_EARLY + 10 * LEARN_EVERY * SHARE_OF_LATER):
+    for step in range(NUM_EARLY + 10 * UPDATE_EVERY * SHARE_OF_LATER):
         outcomes = partial(lambda step: learned.append(step) or NOTHING_VERIFIED, step)
         controller.learn(StepOutcome(Load(1, 1, 1), verified=outcomes), 1.0)
     assert learned[:NUM_EARLY] == list(range(NUM_EARLY))
-    assert learned[NUM_EARLY:] == list(range(NUM_EARLY + SHARE_OF_LATER - 1, step + 1, SHARE_OF_LATER))
+    later = list(range(NUM_EARLY + SHARE_OF_LATER - 1, step + 1, SHARE_OF_LATER))
+    assert 0 <= len(later) - len(learned[NUM_EARLY:]) < UPDATE_EVERY  # these wait for an update
+    assert learned[NUM_EARLY:] == later[: len(learned) - NUM_EARLY]

@@ -108,7 +108,7 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
     tiny_pair: Pair, circles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path's token is right where the answer has it; those below a wrong one are not known."""
-    monkeypatch.setattr(controllers, "LEARN_EVERY", 2)
+    monkeypatch.setattr(controllers, "UPDATE_EVERY", 2)
     controller = Watched(tiny_pair.block_size - 1)
     engine = Engine(tiny_pair, num_slots=2, max_length=400, controller=controller)
     requests = [Request(circles, 60, stop_token_ids=NEVER), Request(circles[2:], 50, stop_token_ids=NEVER)]

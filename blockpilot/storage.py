@@ -17,8 +17,7 @@ import pyarrow as pa
 from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 Place = str | os.PathLike[str]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockpilot"
-"""Files of this machine that can be made again."""
+CACHE = Path.home() / ".cache" / "blockpilot"  # files of this machine that can be made again
 
 
 @contextmanager

@@ -6,7 +6,6 @@ differs by the kind of row (`AcceptanceModel.kinds`): if many tokens are accepte
 each kind has the rate of a batch of rows of this kind. Prompt tokens in a step have a fixed cost, but fill tiles.
 """
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,27 +95,24 @@ def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, o
 
     plans: one for every kind. other_load: load of the other rows.
     """
-    rows = list(zip(kinds.tolist(), most.tolist(), strict=True))
-    saved_s, launch_s = plans.saved_s.tolist(), _launch_s(plans.saved_s.shape[-1], price, other_load)
-    net_s, best = [-seconds for seconds in launch_s], dict[tuple[int, int], list[int]]()
-    for (kind, deepest), num in Counter(rows).items():
-        best_depths, depth = best.setdefault((kind, deepest), []), 0
-        for limit, seconds in enumerate(saved_s[kind]):
-            if limit <= deepest and seconds > saved_s[kind][depth]:
-                depth = limit
-            best_depths.append(depth)
-            net_s[limit] += num * saved_s[kind][depth]
-    limit = max(range(1, len(net_s)), key=net_s.__getitem__, default=0)
-    depths = np.array([best[row][limit] for row in rows])
-    if depths.any() or not most.any():
-        return Drafting(depths, net_s[limit])
-    # Drafting saves nothing: the row and depth with the least cost.
-    options = [
-        (r, depth) for r, (_, deepest) in enumerate(rows) for depth in range(1, 1 + min(deepest, len(net_s) - 1))
-    ]
-    row, depth = max(options, key=lambda option: saved_s[rows[option[0]][0]][option[1]])
-    depths[row] = depth
-    return Drafting(depths, saved_s[rows[row][0]][depth] - launch_s[depth])
+    saved_s, depths = plans.saved_s, np.arange(plans.saved_s.shape[-1])
+    launch_s = np.array(_launch_s(len(depths), price, other_load))
+    # 1. By limits of the depth [1 + D]: what every kind saves at most, and the depth at which it does.
+    most_saved_s = np.maximum.accumulate(saved_s, axis=1)
+    is_better = np.diff(most_saved_s, axis=1, prepend=saved_s[:, :1]) > 0
+    best = np.maximum.accumulate(is_better * depths, axis=1)
+    # 2. The limit for all rows at which the step saves most.
+    limits = np.minimum(most[:, None], depths)
+    net_s = most_saved_s[kinds[:, None], limits].sum(axis=0) - launch_s
+    limit = 1 + int(net_s[1:].argmax()) if len(depths) > 1 else 0
+    chosen: Array = best[kinds, limits[:, limit]]
+    if chosen.any() or not most.any():
+        return Drafting(chosen, float(net_s[limit]))
+    # 3. Drafting saves nothing: the row and depth with the least cost.
+    options = np.where((depths > 0) & (depths <= most[:, None]), saved_s[kinds], -np.inf)
+    row, depth = divmod(int(options.argmax()), len(depths))
+    chosen[row] = depth
+    return Drafting(chosen, float(options[row, depth] - launch_s[depth]))
 
 
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:

@@ -166,7 +166,8 @@ class Evaluator:
     def _warmed_up(self, parity: int) -> dict[str, Controller]:
         """Adaptive controllers for the groups of this parity, by method, warmed up on prompts of the other groups."""
         candidates = [index for indices in self._plan.groups[1 - parity :: 2] for index in indices]
-        warm_up = candidates[:: max(1, len(candidates) // max(1, self._config.warm_up))][: self._config.warm_up]
+        num = self._config.num_warm_up
+        warm_up = candidates[:: max(1, len(candidates) // max(1, num))][:num]
         without_policy = [
             method for method, engine in self._engines.items() if engine.policy is None and method != ORACLE
         ]

@@ -101,8 +101,9 @@ class EvaluateConfig(Config):
     waves: int = Field(default=4, ge=1)
     """Prompts of a group, which share a queue, divided by the concurrency. With more waves the draining of the batch
     at the end of a group matters less."""
-    warm_up: int = Field(default=16, ge=0)
-    """Prompts of other groups that adaptive methods decode before each group; 0 for none."""
+    warm_up: int | None = Field(default=None, ge=0)
+    """Prompts of other groups that adaptive methods decode before each group; 0 for none. By default 4 for each
+    concurrent request, at least 16."""
     repeats: int = Field(default=1, ge=1)
     """Number of times that everything is measured."""
     output: Path = Path("runs/evaluate")
@@ -124,6 +125,11 @@ class EvaluateConfig(Config):
     def group_size(self) -> int:
         """Prompts that share a queue."""
         return self.concurrency * self.waves
+
+    @property
+    def num_warm_up(self) -> int:
+        """Prompts of the warm-up."""
+        return max(16, 4 * self.concurrency) if self.warm_up is None else self.warm_up
 
     def limit(self, prompt: Prompt) -> int:
         """Maximum tokens of a prompt's answer."""

@@ -29,6 +29,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 4  # timed steps of each mixture, of which the fastest counts; an untimed one precedes each
+CLEARLY = 0.8  # times the other error
 OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
 
@@ -119,10 +120,11 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
     names, share = coefficients_of(pair), expert_share(pair)
-    # Tiles of as many tokens as explain the steps best.
+    # Tiles of as many tokens as explain the steps; the larger ones unless the smaller do so clearly better, since a
+    # choice by noise alone moves every later choice (LOG.md).
     by_tile = {tile: fit(*_columns(fitted), names, expert_share=share, tile=tile) for tile in TILES}
     errors = {tile: relative_error(by_tile[tile], *_columns(fitted), expert_share=share, tile=tile) for tile in TILES}
-    tile = min(TILES, key=errors.__getitem__)
+    tile = TILES[0] if errors[TILES[0]] < CLEARLY * errors[TILES[1]] else TILES[1]
     coefficients = by_tile[tile]
     error = relative_error(coefficients, *_columns(held_out), expert_share=share, tile=tile)
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))

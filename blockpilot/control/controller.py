@@ -81,7 +81,7 @@ class Controller:
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of others
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
         self._num_planned = 0  # steps since the first of the plans was made
-        self._num_plans = 0
+        self._num_plans = 0  # steps that were planned, in all
         self._num_steps = 0
         self._num_drafts = 0  # steps that drafted
         self._spare_s = 0.0  # saved up for exploration

@@ -29,7 +29,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 4  # timed steps of each mixture, of which the fastest counts; an untimed one precedes each
-CLEARLY = 0.8  # times the other error
+CLEARLY = 0.8  # error of the smaller tiles over that of the larger ones, below which they are taken
 OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
 

@@ -46,7 +46,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         if setting.set_aside:
             num, reasons = len(setting.set_aside), plan.reasons(setting.set_aside)
             print(f"evaluate: {num} of {len(plan.prompts)} prompts set aside: {reasons}")
-            plan = plan.without(setting.set_aside, config.group_size)
+            plan = plan.without(setting.set_aside, config)
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
         file = _runs_file(config, plan, setting)

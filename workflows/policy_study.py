@@ -238,7 +238,7 @@ def compare(config: StudyConfig) -> str:
     for directory in filter(None, (finished(evaluation.output) for evaluation in evaluations(config))):
         content = json.loads((directory / RESULT_FILE).read_text(encoding="utf-8"))
         rows = [row for row in map(read_figures, content["figures"]) if row.method != AR]
-        name = load_name(content["config"]["temperature"], content["config"]["concurrency"])
+        name = load_name(f"{content['config']['temperature']:g}", content["config"]["concurrency"])
         speed_ups[name] = {row.method: row.speedup for row in rows}
     if not speed_ups:
         raise ValueError(f"{config.output}: no evaluation is finished, there is nothing to compare")

@@ -258,6 +258,11 @@ def answer_limit(prompt: Prompt, most: int) -> int:
     return smallest + int(_share("limit", 0, prompt.text) * (most - smallest + 1))
 
 
+def is_in_half(prompt: Prompt) -> bool:
+    """True for about half of all prompts: those that are greedy in measurements of mixed traffic."""
+    return _share("greedy", 0, prompt.text) < 0.5
+
+
 def _share(purpose: str, seed: int, text: str) -> float:
     """Hash of the text as a number in [0, 1)."""
     return int.from_bytes(_digest(purpose, seed, text)[:4], "big") / 2**32

@@ -122,7 +122,7 @@ class Evaluator:
         baselines = {BASELINES[name] for name in config.baselines}
         left_out |= dict.fromkeys(sorted(baselines - {*config.baseline_methods}), "the pair has no draft")
         set_aside = self._encode_prompts(pair)
-        self._plan = plan = plan.without(set_aside, config.group_size)
+        self._plan = plan = plan.without(set_aside, config)
         lengths, max_new_tokens = list(map(len, self._prompt_ids.values())), max(map(config.limit, plan.prompts))
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
@@ -248,9 +248,9 @@ class Evaluator:
 
     def _request(self, index: int, method: str, repeat: int, max_tokens: int | None = None) -> Request:
         config, seed, prompt = self._config, self._config.seed + repeat, self._plan.prompts[index]
-        limit = config.limit(prompt)
-        key = prompt_ids(prompt, seed, config.temperature)[0]
-        sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=sampler_seed(seed, key))
+        limit, temperature = config.limit(prompt), config.temperature_of(prompt)
+        key = prompt_ids(prompt, seed, temperature)[0]
+        sampling = Sampling(temperature=temperature, top_p=config.top_p, seed=sampler_seed(seed, key))
         return Request(
             self._prompt_ids[prompt],
             limit if max_tokens is None else min(limit, max_tokens),

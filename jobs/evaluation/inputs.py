@@ -4,6 +4,7 @@ Everything that can be checked before Ray starts and a model is loaded is checke
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from pydantic import Field, field_validator
 from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import load_policy
-from blockpilot.prompts.files import Prompt, SetAside, answer_limit, load_prompts, reasons
+from blockpilot.prompts.files import Prompt, SetAside, answer_limit, is_in_half, load_prompts, reasons
 from blockpilot.storage import is_file, join
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
@@ -89,6 +90,9 @@ class EvaluateConfig(Config):
     policies."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Sampling temperature; 0 is greedy."""
+    mixed: bool = False
+    """Mixed traffic: every group has prompts of all sets, and half of the requests are greedy, the others at
+    `temperature`. By default a group has prompts of one set, all at `temperature`."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: probability mass of the target's distribution that is kept; 1 keeps everything."""
     seed: int = Field(default=1, ge=-(2**62), lt=2**62)
@@ -131,6 +135,10 @@ class EvaluateConfig(Config):
         """Prompts of the warm-up."""
         return max(16, 4 * self.concurrency) if self.warm_up is None else self.warm_up
 
+    def temperature_of(self, prompt: Prompt) -> float:
+        """Sampling temperature of a prompt's answer."""
+        return 0.0 if self.mixed and is_in_half(prompt) else self.temperature
+
     def limit(self, prompt: Prompt) -> int:
         """Maximum tokens of a prompt's answer."""
         return self.max_new_tokens if self.concurrency == 1 else answer_limit(prompt, self.max_new_tokens)
@@ -172,7 +180,7 @@ class Plan(NamedTuple):
 
     prompts: tuple[Prompt, ...]
     groups: tuple[tuple[int, ...], ...]
-    """Indices of the prompts that share a queue; all of one set."""
+    """Indices of the prompts that share a queue; all of one set, unless the traffic is mixed."""
     sweep: Swept | None
     policies: dict[str, Path]
     """Directories by the name of the method; the first one is `policy`."""
@@ -181,10 +189,10 @@ class Plan(NamedTuple):
     price: StepPrice | None = None
     """Step cost, used if it was measured on the same kind of device; otherwise measured again."""
 
-    def without(self, indices: Collection[int], group_size: int) -> "Plan":
+    def without(self, indices: Collection[int], config: EvaluateConfig) -> "Plan":
         """The plan without the prompts at these indices."""
         prompts = tuple(prompt for i, prompt in enumerate(self.prompts) if i not in indices)
-        return self._replace(prompts=prompts, groups=group(prompts, group_size)) if indices else self
+        return self._replace(prompts=prompts, groups=groups_of(prompts, config)) if indices else self
 
     def reasons(self, set_aside: Mapping[int, str]) -> str:
         """The first reasons why prompts are set aside; `set_aside` has them by index."""
@@ -198,8 +206,7 @@ class Plan(NamedTuple):
 
 def plan_for(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
     """The plan for these prompts and sweeps. Raises ValueError for policies that do not fit them."""
-    groups = group(prompts, config.group_size)
-    plan = Plan(prompts, groups, swept, *find_policies(config, registry))
+    plan = Plan(prompts, groups_of(prompts, config), swept, *find_policies(config, registry))
     _check_held_out(plan)
     return plan._replace(price=known_price(config, plan))
 
@@ -224,12 +231,21 @@ def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | Non
     return prompts, _read_sweeps(config, prompts) if config.sweep else None
 
 
-def group(prompts: Sequence[Prompt], num: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of the prompts of each group: at most `num`, all of one set."""
+def groups_of(prompts: Sequence[Prompt], config: EvaluateConfig) -> tuple[tuple[int, ...], ...]:
+    """Indices of the prompts of each group: all of one set or, if mixed, of the sets in turn."""
+    return group(prompts, config.group_size, config.mixed)
+
+
+def group(prompts: Sequence[Prompt], num: int, mixed: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Indices of the prompts of each group, at most `num`."""
     by_set: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_set.setdefault(prompt.set, []).append(index)
-    return tuple(tuple(indices[i : i + num]) for indices in by_set.values() for i in range(0, len(indices), num))
+    queues = list(by_set.values())
+    if mixed:
+        turns = zip_longest(*queues)
+        queues = [[index for turn in turns for index in turn if index is not None]]
+    return tuple(tuple(queue[i : i + num]) for queue in queues for i in range(0, len(queue), num))
 
 
 def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
@@ -253,7 +269,8 @@ def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
                     f"block_sizes {config.block_sizes}: none is a candidate of the sweep {part.metadata.candidates}"
                 )
             summary.add(part.rows)
-            same_temperature.add([row for row in part.rows if row.temperature == config.temperature])
+            alike = part.rows if config.mixed else [row for row in part.rows if row.temperature == config.temperature]
+            same_temperature.add(alike)
     if len(pairs) > 1:
         raise ValueError(f"sweeps {config.sweep}: of one pair wanted, these are of {' and '.join(map(str, pairs))}")
     metadata = part.metadata

@@ -43,7 +43,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     statics = [m for m, size in setting.block_sizes.items() if size is not None or m.startswith(TREE_PREFIX)]
     static = chosen_across(runs, statics, STATIC)
     comparison = _comparison([*runs, *static.runs], setting)
-    best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
+    best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
     untrained = UNTRAINED in setting.block_sizes
     held_out = (
@@ -91,15 +91,20 @@ def _pictures(
 
     methods = [m for m in (UNTRAINED, POLICY, ORACLE) if any(m in row for row in by_set.values())]
     speed_ups = {row.method: row.speedup for row in figures if row.method != AR}
-    pictures = {SPEED_UPS: plots.speed_ups({load_name(config.temperature, config.concurrency): speed_ups})}
+    pictures = {SPEED_UPS: plots.speed_ups({load_name(temperature_name(config), config.concurrency): speed_ups})}
     if methods:
         pictures[OVER_BEST_FIXED] = plots.over_best_fixed(by_set, methods)
     return pictures | {STEP_COST: plots.cost_curves(setting.price)}
 
 
-def load_name(temperature: float, concurrency: int) -> str:
+def temperature_name(config: EvaluateConfig) -> str:
+    """The temperature, or both of mixed traffic."""
+    return f"0 and {config.temperature:g}, mixed" if config.mixed else f"{config.temperature:g}"
+
+
+def load_name(temperature: str, concurrency: int) -> str:
     """Name of an evaluation's load in tables and pictures."""
-    return f"T={temperature:g}, {concurrency} request{'s' * (concurrency > 1)} at a time"
+    return f"T={temperature}, {concurrency} request{'s' * (concurrency > 1)} at a time"
 
 
 def log(output: Path, registry: Registry) -> EvaluateResult:
@@ -151,11 +156,15 @@ def read_figure(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def known_taus(plan: Plan, temperature: float) -> tuple[Mapping[int, float], str]:
-    """Taus of fixed block sizes before the evaluation, and the name of their prompts; empty if unknown."""
+def known_taus(plan: Plan, config: EvaluateConfig) -> tuple[Mapping[int, float], str]:
+    """Taus of fixed block sizes before the evaluation, and the name of their prompts; empty if unknown.
+
+    A policy records them by temperature, which mixed traffic has several of.
+    """
     if plan.sweep is not None:
         return plan.sweep.taus, "the sweep's prompts"
-    return plan.learned_from(POLICY).taus.get(temperature, {}), "the policy's training prompts"
+    taus = {} if config.mixed else plan.learned_from(POLICY).taus.get(config.temperature, {})
+    return taus, "the policy's training prompts"
 
 
 def best_fixed_of(
@@ -240,7 +249,7 @@ def _describe(
     caption = (
         f"{setting.pair.target} {draft}{rivals}, {setting.dtype} on {setting.device}: "
         f"{prompts}, {concurrency}, {times}; {limit} tokens at most, "
-        f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
+        f"temperature {temperature_name(config)}. In brackets: 95% intervals over prompts."
     )
     lines = [caption, "", markdown([cells(row) for row in figures]), ""]
     lines.append(f"Best fixed block size: {best}{' (AR)' * (best == 1)}, chosen on {chosen_on}.")

@@ -67,7 +67,7 @@ def plan_of(
     version: Version | None = None,
     champion: int | None = None,
 ) -> Plan:
-    return Plan(tuple(texts), group(texts, config.group_size), sweep, dict(policies or {}), version, champion)
+    return Plan(tuple(texts), groups_of(texts, config), sweep, dict(policies or {}), version, champion)
 
 
 class Watched(Evaluator):

@@ -42,6 +42,13 @@ def test_groups_never_mix_sets(num: int) -> None:
     assert sum(map(len, groups)) == len(sets)
 
 
+def test_groups_of_mixed_traffic_take_the_sets_in_turn() -> None:
+    sets = "aaabbc"
+    groups = group([Prompt(name, (Message("user", str(i)),)) for i, name in enumerate(sets)], 4, mixed=True)
+    assert ["".join(sets[i] for i in indices) for indices in groups] == ["abca", "ba"]
+    assert sorted(i for indices in groups for i in indices) == [*range(6)]
+
+
 BASELINES = "control, random, means, verification, budget, untrained, lookup, switch, no-lookup, oracle"
 OF_SWEEP = "--prompts demo --sweep sweep {pair}"
 

@@ -69,11 +69,12 @@ def test_taus_known_beforehand_are_the_sweep_s_or_those_that_the_policy_keeps(
 ) -> None:
     LearnedFrom(frozenset({"key"}), {0.0: {2: 1.5, 4: 2.0}, 1.0: {2: 1.1}}).write(policy_dir)
     plan = plan_of(config, questions, {POLICY: policy_dir})
-    assert known_taus(plan, 0.0) == ({2: 1.5, 4: 2.0}, "the policy's training prompts")
-    assert [known_taus(plan, temperature)[0] for temperature in (1.0, 0.5)] == [{2: 1.1}, {}]
+    assert known_taus(plan, config) == ({2: 1.5, 4: 2.0}, "the policy's training prompts")
+    others = [changed(config, **options) for options in ({"temperature": 1.0}, {"temperature": 0.5}, {"mixed": True})]
+    assert [known_taus(plan, other)[0] for other in others] == [{2: 1.1}, {}, {}]
     swept = plan._replace(sweep=Swept(tiny_pair.id, (2, 4), {2: 1.9}))
-    assert known_taus(swept, 0.0) == ({2: 1.9}, "the sweep's prompts")
-    assert known_taus(plan_of(config, questions), 0.0)[0] == {}
+    assert known_taus(swept, config) == ({2: 1.9}, "the sweep's prompts")
+    assert known_taus(plan_of(config, questions), config)[0] == {}
 
 
 # The table

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
-from blockpilot.prompts.files import Message, Prompt, load_prompts
+from blockpilot.prompts.files import Message, Prompt, is_in_half, load_prompts
 from blockpilot.types import DRAFTED, LOOKED_UP, Step, Tree
 from helpers.evaluations import (
     CANDIDATES,
@@ -102,6 +103,25 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     assert sizes_of(POLICY) == sizes_of("B=3")  # with the ends that the limit cuts short
     within_an_answer = [set(answer[:-4]) for answers in sizes_of("by-step") for answer in answers]
     assert max(map(len, within_an_answer)) > 1
+
+
+@pytest.mark.usefixtures("price_as_given")
+def test_mixed_traffic_is_greedy_for_half_of_the_prompts(start: Start, questions: list[Prompt]) -> None:
+    settings = {"concurrency": 3, "waves": 1, "baselines": ("untrained",), "tree_sizes": (3,)}
+    texts = questions[:6]
+
+    def answers(**options: Any) -> list[list[int]]:
+        evaluator = start(texts, **settings, **options)
+        evaluator.measure(0, 0), evaluator.measure(0, 1)
+        by_method = [[timing.output for run in evaluator.decoded for timing in run[method]] for method in run_of]
+        assert all(outputs == by_method[0] for outputs in by_method)
+        return by_method[0]
+
+    run_of = AR, "tree 3", UNTRAINED
+    greedy, drawn, mixed = answers(temperature=0.0), answers(temperature=1.0), answers(temperature=1.0, mixed=True)
+    chosen = [greedy if is_in_half(text) else drawn for text in texts]
+    assert mixed == [answer[i] for i, answer in enumerate(chosen)]
+    assert greedy != mixed != drawn
 
 
 @pytest.mark.usefixtures("price_as_given")

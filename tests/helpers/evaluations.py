@@ -19,7 +19,7 @@ from helpers.policies import tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version
 from jobs.evaluation.actor import Evaluator
-from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, group
+from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, groups_of
 
 QUESTIONS = [f"question {i}?" for i in range(8)]
 SWEPT = [f"swept {i}?" for i in range(4)]

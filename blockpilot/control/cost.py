@@ -81,8 +81,8 @@ def passes(depths: Iterable[int], is_sequential: bool) -> int:
 class StepPrice:
     """Step cost of a pair on a device: seconds are the sum of the coefficients times `Load.terms`.
 
-    context: tokens of the timed rows; rows: maximum number of timed rows. error: mean relative error on timed steps
-    that were not used in the fit.
+    context: tokens of the timed rows; rows: maximum number of timed rows. error: mean relative error on the timed
+    steps, or on those that were not used in the fit if it is larger there.
     """
 
     pair: PairId

@@ -29,6 +29,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 4  # timed steps of each mixture, of which the fastest counts; an untimed one precedes each
+MOST_ERROR, NUM_ATTEMPTS = 0.25, 3  # a larger error: another process ran beside some of the steps
 CLEARLY = 0.8  # error of the smaller tiles over that of the larger ones, below which they are taken
 OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
@@ -109,11 +110,19 @@ class _FixedTokens:
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:
     """Step cost, fitted to steps with one row and with `rows`, of up to `context` tokens each.
 
-    The context is shortened to what the target has room for. Raises ValueError for numbers below 1.
+    The context is shortened to what the target has room for. A measurement with a large error is repeated; of all
+    attempts the one with the least error counts. Raises ValueError for numbers below 1.
     """
     for name, value in (("rows", rows), ("context", context), ("num_steps", num_steps)):
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")
+    attempts = list[StepPrice]()
+    while len(attempts) < NUM_ATTEMPTS and all(price.error > MOST_ERROR for price in attempts):
+        attempts.append(_measured(pair, rows, context, num_steps))
+    return min(attempts, key=lambda price: price.error)
+
+
+def _measured(pair: Pair, rows: int, context: int, num_steps: int) -> StepPrice:
     mixtures_by_load = [mixtures_for(pair, num) for num in (1, max(rows, 2))]  # base_s and row_s need two
     context = min(context, *(_most_context(pair, mixtures, num_steps) for mixtures in mixtures_by_load))
     timed = time_steps(pair, [*chain(*mixtures_by_load)], context, num_steps=num_steps)
@@ -126,7 +135,7 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     errors = {tile: relative_error(by_tile[tile], *_columns(fitted), expert_share=share, tile=tile) for tile in TILES}
     tile = TILES[0] if errors[TILES[0]] < CLEARLY * errors[TILES[1]] else TILES[1]
     coefficients = by_tile[tile]
-    error = relative_error(coefficients, *_columns(held_out), expert_share=share, tile=tile)
+    error = max(errors[tile], relative_error(coefficients, *_columns(held_out), expert_share=share, tile=tile))
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
     price = StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
     return replace(price, expert_share=share, tile=tile)

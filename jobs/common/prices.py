@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from blockpilot.control.cost import StepPrice, read_price
-from blockpilot.evaluation.pricing import holds_here, measure_price, mixtures_for, time_steps
+from blockpilot.evaluation.pricing import MOST_ERROR, holds_here, measure_price, mixtures_for, time_steps
 from blockpilot.pairs.loading import Pair
 from blockpilot.storage import CACHE, write_text
 
@@ -21,7 +21,7 @@ def kept_price(pair: Pair, rows: int, context: int, folder: Path | None = None) 
     """The step cost of an earlier start, at today's pace, or a new one, which is kept.
 
     A pair, dtype, device, number of rows, context and choice of timed steps has a file. An old or damaged one, and
-    one whose ratio of a plain to a drafting step is not today's, is written anew.
+    one whose ratio of a plain to a drafting step is not today's, is written anew. An uncertain one is not kept.
     """
     key = repr((pair.id, str(pair.target.dtype), str(pair.target.device), rows, context, mixtures_for(pair, rows)))
     file = (folder or FOLDER) / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -31,6 +31,9 @@ def kept_price(pair: Pair, rows: int, context: int, folder: Path | None = None) 
         log.info("step cost kept", extra={"age_s": round(time.time() - file.stat().st_mtime), "pace": round(pace, 3)})
         return price.with_coefficients(price.coefficients * pace)
     price = measure_price(pair, rows, context)
+    if price.error > MOST_ERROR:
+        log.warning("the step cost is uncertain (error %.2f) and not kept: is the machine busy?", price.error)
+        return price
     try:
         write_text(file, price.to_json())
     except OSError as error:

@@ -20,6 +20,7 @@ ROWS, CONTEXT = 2, 10
 def file(tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a first start. Timed steps of this tiny pair differ by more than those of a real one."""
     monkeypatch.setattr(prices, "TOLERANCE", 4.0)
+    monkeypatch.setattr(prices, "MOST_ERROR", np.inf)
     kept_price(tiny_pair, ROWS, CONTEXT, tmp_path)
     [file] = tmp_path.iterdir()
     return file
@@ -64,3 +65,12 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tiny_pair: Pair, tmp_pa
     taken = tmp_path / "taken"
     taken.write_text("")
     assert kept_price(tiny_pair, ROWS, CONTEXT, taken).pair == tiny_pair.id
+
+
+def test_an_uncertain_one_serves_but_is_not_kept(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prices, "MOST_ERROR", -1.0)  # as beside a busy process
+    assert kept_price(tiny_pair, ROWS, CONTEXT, tmp_path).pair == tiny_pair.id
+    assert list(tmp_path.iterdir()) == []
+    assert "the step cost is uncertain" in caplog.text

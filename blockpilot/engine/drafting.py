@@ -76,10 +76,11 @@ class Drafter:
             row.features.append(row_features)
             row.following += [following[index] for index in indices]
 
-    def keep_up(self, rows: Sequence[Row], slots: Sequence[int]) -> dict[Row, Tensor]:
+    def keep_up(self, rows: Sequence[Row], slots: Sequence[int]) -> Tensor | None:
         """Add the pending tokens of rows [R] in these slots to the draft's cache.
 
-        Returns the context vector [hidden] of the last token of each row that had pending tokens.
+        Returns the context vectors [N, hidden] of the pending tokens of all rows, in the order of the rows; None if
+        there were none.
         """
         # 1. Pending tokens of all rows side by side, each from the end of its cached tokens on.
         pending, pending_slots, sizes, starts = list[Row](), list[int](), list[int](), list[int]()
@@ -93,16 +94,14 @@ class Drafter:
                 features += row.features
                 following += row.following
         if not pending:
-            return {}
+            return None
         # 2. One pass of the draft's context projection.
         packing = Packing(sizes, starts, features[0].device)
         vectors = self._draft.keep_up(torch.cat(features), following, pending_slots, packing, self.cache)
-        # 3. Nothing is pending any more; a policy may read the last token's context vector.
         for row, size in zip(pending, sizes, strict=True):
             row.num_drafted_from += size
             row.features, row.following = [], []
-        last = np.cumsum(sizes) - 1
-        return dict(zip(pending, vectors[tensor_on(vectors.device, last.tolist())], strict=True))
+        return vectors
 
 
 class Drafts(NamedTuple):

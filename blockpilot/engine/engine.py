@@ -258,7 +258,7 @@ class Engine:
     ) -> dict[Row, Tensor]:
         """Store the features of accepted tokens for the draft, and add prompts and full buffers to its cache.
 
-        Returns the context vector [hidden] of the last token of each row that was added to.
+        Returns the context vector [hidden] of the last token of each completed prompt whose row may draft.
         """
         if features is None:
             return {}
@@ -268,7 +268,13 @@ class Engine:
         for slot, row in enumerate(batch.rows):
             if slot >= first_prompt or len(row.following) >= MAX_PENDING:
                 due[slot] = row
-        return self._drafter.keep_up(list(due.values()), list(due))
+        end, end_of = 0, dict[Row, int]()
+        for row in due.values():
+            end += len(row.following)
+            if row in batch.ends and row.following:
+                end_of[row] = end
+        vectors = self._drafter.keep_up(list(due.values()), list(due))
+        return {} if vectors is None else {row: vectors[end - 1] for row, end in end_of.items()}
 
     def _keep_prefixes(self, steps: Sequence[Step]) -> None:
         if self._prefixes.num_bytes:

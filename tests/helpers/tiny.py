@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -98,6 +100,27 @@ def tiny_gemma(seed: int = 0, **changes: Any) -> Gemma3ForCausalLM:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.normal_(std=0.3)
+    return model
+
+
+GEMMA4: dict[str, Any] = {
+    **{"head_dim": 12, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    **{"sliding_window": WINDOW, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+
+
+def tiny_gemma4(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+    """A random Gemma 4 with random norms and scales, two of three layers with a window and smaller heads, and changes
+    of its configuration."""
+    torch.manual_seed(seed)
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE | GEMMA4 | changes))
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                weight.normal_(1.0, std=0.3)
+            elif "layer_scalar" in name:
+                weight.uniform_(0.5, 1.5)
     return model
 
 

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -66,6 +68,17 @@ def gemma3(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def gemma4(**changes: Any) -> PreTrainedModel:
+    """A Gemma 4 as the 31B: global heads are twice as wide, half as many, and their values are their keys."""
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE | GEMMA4 | changes))
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, std=0.3)
+        elif "layer_scalar" in name:
+            torch.nn.init.uniform_(parameter, 0.3, 0.9)
+    return model
+
+
 def gpt_oss(**changes: Any) -> PreTrainedModel:
     """A gpt-oss with sinks that take a good part of the attention, and gates and ups that reach their bounds."""
     model = GptOssForCausalLM(GptOssConfig(**SHAPE | GPT_OSS | changes))
@@ -87,6 +100,12 @@ GPT_OSS: dict[str, Any] = {
 GEMMA: dict[str, Any] = {
     **{"query_pre_attn_scalar": 24, "sliding_window": 4, "tie_word_embeddings": True},
     **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
+}
+GEMMA4: dict[str, Any] = {
+    **{"sliding_window": 4, "tie_word_embeddings": True, "pad_token_id": None, "final_logit_softcapping": 3.0},
+    **{"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
@@ -121,6 +140,9 @@ MODELS = {
     "gemma3": gemma3,
     "gemma3, all padded": lambda: gemma3(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
     "gemma3, not tied, with biases": lambda: gemma3(tie_word_embeddings=False, attention_bias=True),
+    "gemma4": gemma4,
+    "gemma4, all padded": lambda: gemma4(head_dim=10, global_head_dim=24, hidden_size=44, intermediate_size=50),
+    "gemma4, values of their own, no soft cap": lambda: gemma4(attention_k_eq_v=False, final_logit_softcapping=None),
     "gpt_oss": gpt_oss,
     "gpt_oss, all padded": lambda: gpt_oss(head_dim=10, hidden_size=44, intermediate_size=52, vocab_size=265),
     "gpt_oss, one query for every key": lambda: gpt_oss(num_key_value_heads=4, swiglu_limit=2.0),

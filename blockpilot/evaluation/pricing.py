@@ -134,8 +134,11 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
 
 def expert_share(pair: Pair) -> float:
     """Share of the target's experts that a token chooses; 0 without experts."""
-    num_experts = getattr(pair.target.config, "num_experts", None)
-    return pair.target.config.num_experts_per_tok / num_experts if num_experts else 0.0
+    config = pair.target.config
+    num_experts = getattr(config, "num_experts", None)
+    if not num_experts:
+        return 0.0
+    return (config.top_k_experts if config.model_type == "gemma4_text" else config.num_experts_per_tok) / num_experts
 
 
 def coefficients_of(pair: Pair) -> list[str]:

@@ -36,7 +36,6 @@ UNSUPPORTED = {
 }
 """Families that people ask for, and what of them is not computed."""
 _NOT_IN_GEMMA4 = {
-    "enable_moe_block": "an MLP and experts side by side",
     "hidden_size_per_layer_input": "embeddings in every layer",
     "num_kv_shared_layers": "keys and values that layers share",
 }

@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
+from blockpilot.models.expert_form import RouterForm
 from blockpilot.models.experts import Mixture
 from blockpilot.models.graphs import MOST_TOKENS
 from blockpilot.models.kernels import Product, prepared
@@ -130,6 +131,25 @@ class LayerForm(NamedTuple):
         return normed.mul_(self.offset + weight.float()).to(x.dtype)
 
 
+class BesideNorms(NamedTuple):
+    """Norm weights [hidden] where experts are beside an MLP (Gemma 4)."""
+
+    before: Tensor
+    """Of the experts' input."""
+    of_router: Tensor
+    of_experts: Tensor
+    """Of the experts' output."""
+    of_mlp: Tensor
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        norm = RouterForm.of(module.router).norm
+        assert norm is not None
+        names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1"
+        before, of_experts, of_mlp = (_copied(getattr(module, name)) for name in names)
+        return cls(before, norm, of_experts, of_mlp)
+
+
 class LayerWeights:
     """Weights of a pre-norm layer of a transformers model, or of a draft; its linear layers are prepared in place."""
 
@@ -166,19 +186,23 @@ class LayerWeights:
         self.gate_up: Product | None = None
         self.down: Product | None = None
         self.mixture: Mixture | None = None
-        """Replaces gate_up and down if the layer is a mixture of experts."""
+        """Replaces gate_up and down if the layer is a mixture of experts, or is beside them if there are norms
+        `beside`."""
+        self.beside = BesideNorms.of(module) if hasattr(module, "router") else None
         if hasattr(module.mlp, "gate_proj"):
             inner = Padding.to_multiple(module.mlp.gate_proj.out_features)
             self.gate_up = prepared(module.mlp, "gate_proj", "up_proj", outputs=inner)
             self.down = prepared(module.mlp, "down_proj", inputs=inner, outputs=hidden)
         else:
             self.mixture = Mixture(module.mlp)
+        if self.beside is not None:
+            self.mixture = Mixture(module)
 
     def mlp(self, x: Tensor) -> Tensor:
         """SwiGLU, GeGLU, or a mixture of experts: [N, hidden] -> [N, hidden]."""
-        if self.mixture is not None:
+        if self.gate_up is None:
+            assert self.mixture is not None
             return self.mixture(x)
-        assert self.gate_up is not None
         assert self.down is not None
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if self.form.gelu else functional.silu(gate)
@@ -246,7 +270,10 @@ class DecoderLayers:
             x = first_input if i == 0 else None
             x = self._add_norm(hidden, delta, layer.before, scalar) if x is None else x
             attended = self._normed(self._attend(i, x, rotaries[i], cache, masks[i]), layer.of_attended)
-            delta = self._normed(layer.mlp(self._add_norm(hidden, attended, layer.after)), layer.of_mlp)
+            delta = layer.mlp(self._add_norm(hidden, attended, layer.after))
+            if layer.beside is not None:
+                delta = self._with_experts(layer, hidden, delta, layer.beside)
+            delta = self._normed(delta, layer.of_mlp)
             scalar = layer.scalar
             if i in feature_layers:
                 after[i] = _scaled(hidden + delta, scalar)
@@ -290,6 +317,12 @@ class DecoderLayers:
         if delta is not None:
             _scaled(hidden.add_(delta), scalar)
         return self._norm_of(hidden, weight)
+
+    def _with_experts(self, layer: LayerWeights, hidden: Tensor, delta: Tensor, norms: BesideNorms) -> Tensor:
+        """Sum of an MLP's output and that of the experts beside it, for hidden states [N, hidden], each normed."""
+        assert layer.mixture is not None
+        mixed = layer.mixture(self._norm_of(hidden, norms.before), hidden)
+        return self._norm_of(delta, norms.of_mlp) + self._norm_of(mixed, norms.of_experts)
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
         """Output of a sublayer [N, hidden], normed if there are weights for it."""

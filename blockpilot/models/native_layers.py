@@ -33,16 +33,21 @@ def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) ->
 
 
 def _is_packed(layer: LayerWeights) -> bool:
-    if layer.mixture is not None and layer.mixture.prepared is not None:
-        return layer.qkv.is_packed and layer.out.is_packed
+    if layer.mixture is not None and layer.mixture.prepared is None:
+        return False
     products = layer.qkv, layer.out, layer.gate_up, layer.down
-    return all(product is not None and product.is_packed for product in products)
+    return all(product.is_packed for product in products if product is not None)
+
+
+class _BesideStruct(Structure):
+    _fields_ = fields(c_void_p, "before", "of_router", "of_experts", "of_mlp")
 
 
 class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
+        ("beside", POINTER(_BesideStruct)),
         *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
         ("scalar", c_float),
     )
@@ -86,6 +91,7 @@ class NativeLayers(DecoderLayers):
         self._norm = self._widths.pad(self._norm)
         # C reads weights by address: these attributes keep the tensors that structs point to.
         self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
+        self._beside = list[_BesideStruct]()
         self._structs, self._shapes = (_LayerStruct * len(layers))(), (_ShapeStruct * len(layers))()
         for i, layer in enumerate(layers):
             experts = None if layer.mixture is None else layer.mixture.prepared
@@ -100,27 +106,32 @@ class NativeLayers(DecoderLayers):
         heads = max((shape.queries + shape.made) * shape.dim for shape in self._shapes)
         attended = max(shape.queries * shape.dim for shape in self._shapes)
         inner = max(shape.inner for shape in self._shapes)
-        self._buffers = heads, attended, self._widths.padded, 2 * inner, inner
+        routed = self._widths.padded * any(layer.beside is not None for layer in layers)
+        self._buffers = heads, attended, self._widths.padded, 2 * inner, inner, routed
 
     @property
     def halves(self) -> list[Padding]:
         return [layer.halves for layer in self._layers]
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
-        """Weights of a layer's norms, padded, and its sinks."""
+        """Weights of a layer's norms, padded, its sinks, and norms of experts beside an MLP."""
         before, after, of_attended, of_mlp = (
             None if norm is None else self._widths.pad(norm)
             for norm in (layer.before, layer.after, layer.of_attended, layer.of_mlp)
         )
         head_norms = None if layer.head_norms is None else layer.halves.pad(layer.head_norms)
-        return [before, after, head_norms, of_attended, of_mlp, layer.sinks]
+        beside = [] if layer.beside is None else map(self._widths.pad, layer.beside)
+        return [before, after, head_norms, of_attended, of_mlp, layer.sinks, *beside]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
     ) -> _LayerStruct:
         products = map(_packed, (layer.qkv, layer.out, layer.gate_up, layer.down))
         of_experts = None if experts is None else pointer(experts.struct)
-        return _LayerStruct(*products, of_experts, *map(_address, norms), layer.scalar)
+        addresses = list(map(_address, norms))
+        self._beside.append(_BesideStruct(*addresses[6:]))
+        beside = None if layer.beside is None else pointer(self._beside[-1])
+        return _LayerStruct(*products, of_experts, beside, *addresses[:6], layer.scalar)
 
     def __call__(
         self,
@@ -141,7 +152,7 @@ class NativeLayers(DecoderLayers):
         structs = _PassStructs(cache)
         tokens, parts = structs.tokens(num), list(map(structs.parts, masks))
         turns = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries, self.halves))
-        # 3. Buffers: queries, keys and values; attention; sublayer output; gate and up; their product.
+        # 3. Buffers: queries, keys, values; attention; sublayer output; gate and up; their product; router's input.
         normed, widths = padded.new_empty(num, self._widths.padded), self._buffers
         buffers = padded.new_empty(num * sum(widths))
         addresses = [buffers.data_ptr() + buffers.itemsize * num * sum(widths[:i]) for i in range(len(widths))]
@@ -295,7 +306,7 @@ def _packed(product: Product | None) -> Linear:
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
-    buffers = (c_void_p,) * 9  # first input, hidden, and buffers
+    buffers = (c_void_p,) * 10  # first input, hidden, and buffers
     structs = c_long, POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), POINTER(_RotaryStruct)),

@@ -12,9 +12,15 @@
 
 typedef float four __attribute__((vector_size(16), may_alias));
 
+/* Norm weights [hidden] where experts are beside an MLP: of their input, of their router's, and of both outputs. */
+struct beside {
+    const stored *before, *of_router, *of_experts, *of_mlp;
+};
+
 struct layer {
-    struct linear qkv, out, gate_up, down; /* the last two are unused with experts */
+    struct linear qkv, out, gate_up, down; /* the last two are unused with experts alone */
     const struct experts *experts; /* or NULL */
+    const struct beside *beside; /* of experts beside an MLP, or NULL */
     const stored *before, *after; /* norm weights [hidden], before attention and after it */
     const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
     const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
@@ -378,16 +384,39 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
         }
 }
 
+/* Adds a mixture of hidden [rows, hidden] to the output of the MLP beside it, `found` [rows, hidden], each normed.
+ * x, routed: buffers [rows, hidden]. */
+static void add_experts(const struct shape *shape, const struct layer *layer, long rows, const stored *hidden, stored *x,
+                        stored *routed, const struct room_of_experts *room, stored *found, long threads)
+{
+    const struct beside *beside = layer->beside;
+    long width = shape->hidden, own = shape->own_hidden;
+#pragma omp for
+    for (long row = 0; row < rows; row++) {
+        norm(shape, width, own, hidden + row * width, beside->before, x + row * width);
+        norm(shape, width, own, hidden + row * width, beside->of_router, routed + row * width);
+    }
+    mix(layer->experts, rows, width, x, routed, room, x, threads);
+#pragma omp for
+    for (long row = 0; row < rows; row++) {
+        stored *added = x + row * width, *to = found + row * width;
+        norm(shape, width, own, added, beside->of_experts, added);
+        norm(shape, width, own, to, beside->of_mlp, to);
+        for (long i = 0; i < width; i += LANES)
+            store(load(to + i) + load(added + i), to + i);
+    }
+}
+
 /* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
  * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller, wide enough for
  * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], found [tokens,
- * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], scores (see attend), and of experts, if any. The first
- * layer's queries, keys and values are computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1,
+ * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if experts are beside an MLP,
+ * scores (see attend), and of experts, if any. The first layer's queries, keys and values are computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1,
  * before anything is written, if a slot or column is outside the cache. */
 int run_layers(long num_layers, const struct shape *shapes, const struct layer *layers, const stored *last,
                const struct tokens *tokens, const struct rotary *rotaries, long num_parts,
                const struct part *const *parts, const stored *given, stored *hidden, stored *x, stored *heads,
-               stored *attended, stored *found, stored *gate_up, stored *gated, float *scores, long room,
+               stored *attended, stored *found, stored *gate_up, stored *gated, stored *routed, float *scores, long room,
                const struct room_of_experts *of_experts, long num_kept, const int64_t *kept, stored *features,
                int threads)
 {
@@ -419,13 +448,15 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
             multiply(&layer->out, num, attended, found, shares[i][1], threads);
             add_norm(shape, num, hidden, found, layer->of_attended, 1, layer->after, x);
             of_mlp = layer->of_mlp, scalar = layer->scalar;
-            if (layer->experts) {
-                mix(layer->experts, num, width, x, of_experts, found, threads);
+            if (layer->experts && !layer->beside) {
+                mix(layer->experts, num, width, x, x, of_experts, found, threads);
                 continue;
             }
             multiply(&layer->gate_up, num, x, gate_up, shares[i][2], threads);
             (shape->gelu ? geglu : swiglu)(num, shape->inner, gate_up, gated);
             multiply(&layer->down, num, gated, found, shares[i][3], threads);
+            if (layer->beside)
+                add_experts(shape, layer, num, hidden, x, routed, of_experts, found, threads);
         }
         add_norm(shapes, num, hidden, found, of_mlp, scalar, last, x);
         keep(num_layers - 1, num_kept, kept, num, width, x, features); /* normed, as in transformers */

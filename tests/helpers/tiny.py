@@ -119,9 +119,15 @@ def tiny_gemma4(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:
                 weight.normal_(1.0, std=0.3)
-            elif "layer_scalar" in name:
+            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
                 weight.uniform_(0.5, 1.5)
     return model
+
+
+def tiny_gemma4_mixture(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+    """As `tiny_gemma4`, with experts beside the MLPs."""
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+    return tiny_gemma4(seed, **experts | changes)
 
 
 GPT_OSS: dict[str, Any] = {

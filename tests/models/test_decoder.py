@@ -74,7 +74,7 @@ def gemma4(**changes: Any) -> PreTrainedModel:
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             torch.nn.init.normal_(parameter, 1.0, std=0.3)
-        elif "layer_scalar" in name:
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, 0.3, 0.9)
     return model
 
@@ -107,6 +107,8 @@ GEMMA4: dict[str, Any] = {
     **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
+ODD = {"head_dim": 10, "hidden_size": 44, "intermediate_size": 50}
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
@@ -143,6 +145,8 @@ MODELS = {
     "gemma4": gemma4,
     "gemma4, all padded": lambda: gemma4(head_dim=10, global_head_dim=24, hidden_size=44, intermediate_size=50),
     "gemma4, values of their own, no soft cap": lambda: gemma4(attention_k_eq_v=False, final_logit_softcapping=None),
+    "gemma4, a mixture": lambda: gemma4(**GEMMA4_EXPERTS),
+    "gemma4, a mixture, all padded": lambda: gemma4(**GEMMA4_EXPERTS | ODD),
     "gpt_oss": gpt_oss,
     "gpt_oss, all padded": lambda: gpt_oss(head_dim=10, hidden_size=44, intermediate_size=52, vocab_size=265),
     "gpt_oss, one query for every key": lambda: gpt_oss(num_key_value_heads=4, swiglu_limit=2.0),

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeDecoderLayer, Qwen3MoeConfig),
     "gemma3": (Gemma3DecoderLayer, Gemma3TextConfig),
     "gemma4": (Gemma4TextDecoderLayer, Gemma4TextConfig),
+    "gemma4_moe": (Gemma4TextDecoderLayer, Gemma4TextConfig),
     "gpt_oss": (GptOssDecoderLayer, GptOssConfig),
 }
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
@@ -63,10 +64,15 @@ def model_of(
     layer_class, config_class = KINDS[kind]
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
     shape |= {"hidden_size": hidden, "attention_bias": bias}
-    if kind in ("qwen3_moe", "gpt_oss"):  # all are chosen where rounded scores are few numbers, many of them equal
+    if kind in (
+        "qwen3_moe",
+        "gpt_oss",
+        "gemma4_moe",
+    ):  # all are chosen where rounded scores are few numbers, many of them equal
         shape |= EXPERTS | {"num_experts_per_tok": 3 if dtype == torch.float32 else EXPERTS["num_experts"]}
         shape |= {"num_local_experts": EXPERTS["num_experts"]} if kind == "gpt_oss" else {}
-    if kind == "gemma4":  # the second layer has one head of keys, twice as wide, which are also its values
+        shape |= {"enable_moe_block": True, "top_k_experts": shape["num_experts_per_tok"]} if "gemma4" in kind else {}
+    if kind.startswith("gemma4"):  # the second layer has one head of keys, twice as wide, which are also its values
         shape |= {"global_head_dim": 2 * dim, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
         shape |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
         shape |= {"hidden_size_per_layer_input": 0}
@@ -76,7 +82,7 @@ def model_of(
     for module in modules:
         for parameter in module.parameters():
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
-        if kind == "gemma4":  # norms of queries hold the scale of attention scores
+        if kind.startswith("gemma4"):  # norms of queries hold the scale of attention scores
             module.self_attn.q_norm.weight.data *= module.self_attn.head_dim**-0.5
             nn.init.uniform_(module.layer_scalar, 0.5, 1.5)
     norm = torch.rand(hidden).to(dtype)
@@ -218,7 +224,15 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("kind", "window"),
-    [("llama", None), ("qwen3_moe", None), ("llama", 20), ("gemma3", 20), ("gemma4", 20), ("gpt_oss", 20)],
+    [
+        ("llama", None),
+        ("qwen3_moe", None),
+        ("llama", 20),
+        ("gemma3", 20),
+        ("gemma4", 20),
+        ("gemma4_moe", 20),
+        ("gpt_oss", 20),
+    ],
 )
 def test_a_token_of_a_tree_is_that_of_its_text(
     kind: str, window: int | None, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int

@@ -32,7 +32,7 @@ from helpers.tiny import (
     byte_tokenizer,
     tiny_draft,
     tiny_gemma,
-    tiny_gemma4_mixture,
+    tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
@@ -166,8 +166,8 @@ def gpt_oss_pair(tiny_pair: Pair) -> Pair:
 
 @pytest.fixture(scope="session")
 def gemma4_pair(tiny_pair: Pair) -> Pair:
-    """A random Gemma 4, with heads of two sizes, windows, and experts beside its MLPs, and a random draft."""
-    return with_random_draft(tiny_pair, tiny_gemma4_mixture())
+    """A random Gemma 4 with all that published ones have, and a random draft."""
+    return with_random_draft(tiny_pair, tiny_gemma4_of_all_parts())
 
 
 @pytest.fixture(scope="session")

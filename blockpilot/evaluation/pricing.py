@@ -138,7 +138,8 @@ def expert_share(pair: Pair) -> float:
     num_experts = getattr(config, "num_experts", None)
     if not num_experts:
         return 0.0
-    return (config.top_k_experts if config.model_type == "gemma4_text" else config.num_experts_per_tok) / num_experts
+    chosen = config.top_k_experts if config.model_type == "gemma4_text" else config.num_experts_per_tok
+    return float(chosen / num_experts)
 
 
 def coefficients_of(pair: Pair) -> list[str]:

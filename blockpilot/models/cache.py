@@ -40,13 +40,15 @@ class SlotCache:
     ) -> None:
         self.max_length, heads = length, self.key_heads(config)
         self._halves = halves or [Padding(own.dim // 2, own.dim // 2) for own in heads]
-        shapes = [
-            (own.num, length + num_spare, 2 * half.padded) for own, half in zip(heads, self._halves, strict=True)
-        ]
-        kinds = list(dict.fromkeys(shapes)) or [(0, length + num_spare, 0)]  # of a draft without layers
+        owners, groups = key_layers(config)[: len(heads)], dict[tuple[int, int, int], list[int]]()
+        for i, (own, half) in enumerate(zip(heads, self._halves, strict=True)):
+            if owners[i] == i:
+                groups.setdefault((own.num, length + num_spare, 2 * half.padded), []).append(i)
+        groups = groups or {(0, length + num_spare, 0): []}  # of a draft without layers
+        places = {layer: (i, j) for i, layers in enumerate(groups.values()) for j, layer in enumerate(layers)}
+        self._places = [places[owner] for owner in owners]
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
-        sizes = [(shapes.count(kind), 2, num_slots, *kind) for kind in kinds]
-        self._places = [(kinds.index(shape), shapes[:i].count(shape)) for i, shape in enumerate(shapes)]
+        sizes = [(len(layers), 2, num_slots, *shape) for shape, layers in groups.items()]
         self.hold([torch.zeros(size, dtype=dtype, device=device) for size in sizes])
         self.graphs: Graphs | None = None
         """CUDA graphs of passes of few tokens; with them the last column must stay free of tokens."""
@@ -56,7 +58,7 @@ class SlotCache:
         self.groups = groups
         """[layers, 2, num_slots, kv_heads, length, head_dim] of layers with heads of one shape; keys, then values."""
         self.of_layer = [groups[group][index] for group, index in self._places]
-        """Each layer's as a view [2, num_slots, kv_heads, length, head_dim]."""
+        """What each layer reads, as a view [2, num_slots, kv_heads, length, head_dim]."""
         self.by_token = [of_layer.permute(1, 3, 0, 2, 4) for of_layer in self.of_layer]
         """The same as views [num_slots, length, 2, kv_heads, head_dim]."""
 
@@ -259,6 +261,16 @@ def key_heads(config: Any) -> list[KeyHeads]:
     if not has_layer_configs(config):
         return [KeyHeads(num_kv_heads(config), head_dim(config))] * num_layers
     return [KeyHeads(num_kv_heads(own), head_dim(own)) for own in config.per_layer_config]
+
+
+def key_layers(config: Any) -> list[int]:
+    """For every layer the one whose keys and values it reads: itself, or an earlier one of its type (Gemma 4)."""
+    modes, last, layers = getattr(config, "kv_sharing_modes", None), dict[str, int](), list[int]()
+    for i in range(int(config.num_hidden_layers)):
+        if modes is None or modes[i] != "reuse":
+            last[config.layer_types[i] if modes else ""] = i
+        layers.append(last[config.layer_types[i]] if modes and modes[i] == "reuse" else i)
+    return layers
 
 
 def has_layer_configs(config: Any) -> bool:

@@ -35,10 +35,6 @@ UNSUPPORTED = {
     "qwen3_next": "projections of recurrent layers that interleave their heads",
 }
 """Families that people ask for, and what of them is not computed."""
-_NOT_IN_GEMMA4 = {
-    "hidden_size_per_layer_input": "embeddings in every layer",
-    "num_kv_shared_layers": "keys and values that layers share",
-}
 PROPORTIONAL = "proportional"  # a part of a head is rotated: frequencies of the other numbers are 0
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -50,6 +46,21 @@ class LayerKind(NamedTuple):
     name: str
     window: int | None
     groups: int
+
+
+class LayerInputs:
+    """Inputs that each layer has of its own for every token, by the token and its embedding (small Gemma 4)."""
+
+    def __init__(self, body: Any) -> None:
+        self._embed, self._norm = body.embed_tokens_per_layer, body.per_layer_projection_norm
+        self._projection = prepared(body, "per_layer_model_projection")
+        self._scales = body.per_layer_model_projection_scale, body.per_layer_input_scale
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Tokens [N], embeddings [N, hidden] -> [N, layers * numbers of an input]."""
+        projected = (self._projection(hidden) * self._scales[0]).unflatten(1, (-1, len(self._norm.weight)))
+        inputs: Tensor = (self._norm(projected).flatten(1) + self._embed(tokens)) * self._scales[1]
+        return inputs
 
 
 class Decoder:
@@ -68,6 +79,7 @@ class Decoder:
             else layers_of(body.layers, body.norm.weight, config)
         )
         self._kinds, self.embed = layer_kinds(config), body.embed_tokens
+        self._inputs = LayerInputs(body) if getattr(config, "hidden_size_per_layer_input", None) else None
         self._rotaries = {kind.name: RotaryTable(body.rotary_emb, kind.name) for kind in self._kinds}
         self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         is_new = type(model.lm_head) is nn.Linear
@@ -106,12 +118,14 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
         hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
+        inputs = None if self._inputs is None else self._inputs(tokens, hidden)
         tables = {name: rotary.table(cache, hidden) for name, rotary in self._rotaries.items()}
         # On a GPU few tokens run by a CUDA graph; prompts are too wide.
         most = self._layers.most_captured
         if most and len(packing.parts) == 1:
             in_box = partial(self._in_box, tables, tuple(feature_layers))
-            outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0], most)
+            both = hidden if inputs is None else torch.cat([hidden, inputs], dim=-1)
+            outputs = cache.by_graph(in_box, ("target", *feature_layers), both, packing.parts[0], most)
             if outputs is not None:
                 normed, features = outputs
                 return normed, features
@@ -119,26 +133,31 @@ class Decoder:
         def masks_of(window: int | None, groups: int) -> list[Mask]:
             return [Mask(part, part.visible_in(window), groups, hidden.dtype) for part in packing.parts]
 
-        return self._run(hidden, tables, packing.positions, cache, masks_of, feature_layers)
+        return self._run(hidden, inputs, tables, packing.positions, cache, masks_of, feature_layers)
 
     def _in_box(
         self,
         tables: Mapping[str, Rotary],
         feature_layers: Sequence[int],
-        hidden: Tensor,
+        both: Tensor,
         box: Box,
         places: BoxPlaces,
         packing: Packing,
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
         def masks_of(window: int | None, groups: int) -> list[Mask]:
-            return [Mask(packing, box.visible(places, window), groups, hidden.dtype)]
+            return [Mask(packing, box.visible(places, window), groups, both.dtype)]
 
-        return self._run(hidden, tables, places.positions, cache, masks_of, feature_layers)
+        hidden, inputs = both, None
+        if self._inputs is not None:
+            width = self.embed.embedding_dim
+            hidden, inputs = both[:, :width].contiguous(), both[:, width:]
+        return self._run(hidden, inputs, tables, places.positions, cache, masks_of, feature_layers)
 
     def _run(
         self,
         hidden: Tensor,
+        inputs: Tensor | None,
         tables: Mapping[str, Rotary],
         positions: Tensor,
         cache: SlotView,
@@ -152,7 +171,9 @@ class Decoder:
             [rotary[kind.name] for kind in self._kinds],
             [masks[kind.window, kind.groups] for kind in self._kinds],
         )
-        return self._layers(hidden, rotaries, cache, all_masks, feature_layers)
+        if isinstance(self._layers, HybridLayers):
+            return self._layers(hidden, rotaries, cache, all_masks, feature_layers)
+        return self._layers(hidden, rotaries, cache, all_masks, feature_layers, inputs=inputs)
 
 
 def check_family(model_type: object) -> None:
@@ -195,8 +216,6 @@ def check_network(config: Any) -> None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         if (method, config.model_type) != ("mxfp4", "gpt_oss"):
             raise ValueError(f"target with quantization_config {method}: only gpt-oss's mxfp4 is supported")
-    if config.model_type == "gemma4_text":
-        _check_gemma4(config)
     of_gemma = (
         ("hidden_activation", ("gelu_pytorch_tanh",)),
         *((name, (None,)) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
@@ -216,13 +235,6 @@ def check_network(config: Any) -> None:
     for name, value, supported in options:
         if value not in supported:
             raise ValueError(f"target option {name} = {value}: supported is {', '.join(map(str, supported))}")
-
-
-def _check_gemma4(config: Any) -> None:
-    """Raise ValueError for parts of Gemma 4's networks that are not computed."""
-    for name, reason in _NOT_IN_GEMMA4.items():
-        if value := getattr(config, name, None):
-            raise ValueError(f"target option {name} = {value} of {config.model_type}: not supported ({reason})")
 
 
 def _check_hybrid(config: Any) -> None:

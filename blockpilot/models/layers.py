@@ -150,6 +150,23 @@ class BesideNorms(NamedTuple):
         return cls(before, norm, of_experts, of_mlp)
 
 
+class InputWeights(NamedTuple):
+    """Weights of what a layer adds at its end, from an input of its own for every token (Gemma 4's small ones)."""
+
+    gate: Product
+    projection: Product
+    norm: Tensor
+    """Of the output, [hidden]."""
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        inputs = Padding.to_multiple(module.per_layer_projection.in_features)
+        hidden = Padding.to_multiple(module.per_layer_projection.out_features)
+        gate = prepared(module, "per_layer_input_gate", outputs=inputs)
+        projection = prepared(module, "per_layer_projection", inputs=inputs, outputs=hidden)
+        return cls(gate, projection, _copied(module.post_per_layer_input_norm))
+
+
 class LayerWeights:
     """Weights of a pre-norm layer of a transformers model, or of a draft; its linear layers are prepared in place."""
 
@@ -180,8 +197,10 @@ class LayerWeights:
         """Padding of the halves of a head in C."""
         names = [name for name in ("q_proj", "k_proj", "v_proj") if getattr(attention, name, None) is not None]
         self.qkv = prepared(attention, *names, outputs=heads)
-        """Queries, then keys, then values; without values if the keys, before they are normed, are the values."""
-        self.has_values = "v_proj" in names
+        """Queries, then keys, then values; without values if the keys, before their norm, are the values; or queries
+        alone if the keys are those of an earlier layer."""
+        self.num_made = (len(names) - 1) * self.num_kv
+        """Heads of keys and values in `qkv`."""
         self.out = prepared(attention, "o_proj", inputs=heads, outputs=hidden)
         self.gate_up: Product | None = None
         self.down: Product | None = None
@@ -197,6 +216,12 @@ class LayerWeights:
             self.mixture = Mixture(module.mlp)
         if self.beside is not None:
             self.mixture = Mixture(module)
+        self.inputs = InputWeights.of(module) if hasattr(module, "per_layer_input_gate") else None
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers of the layer's own input for a token."""
+        return 0 if self.inputs is None else self.inputs.gate.sizes[0]
 
     def mlp(self, x: Tensor) -> Tensor:
         """SwiGLU, GeGLU, or a mixture of experts: [N, hidden] -> [N, hidden]."""
@@ -222,10 +247,9 @@ def half_heads(config: PretrainedConfig) -> Padding:
 def _head_norms(attention: Any, config: Any) -> Tensor | None:
     if not hasattr(attention, "q_norm"):
         return None
-    weights = (
-        attention.q_norm.weight.expand(config.num_attention_heads, -1),
-        attention.k_norm.weight.expand(num_kv_heads(config), -1),
-    )
+    weights = [attention.q_norm.weight.expand(config.num_attention_heads, -1)]
+    if hasattr(attention, "k_norm"):
+        weights.append(attention.k_norm.weight.expand(num_kv_heads(config), -1))
     return torch.cat(weights).detach()
 
 
@@ -257,12 +281,14 @@ class DecoderLayers:
         masks: Sequence[Sequence[Mask]],
         feature_layers: Sequence[int],
         first_input: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers on hidden states [N, hidden], in place, each by its rotary embeddings [layers] and masks
         [layers], those of the packing's parts.
 
-        first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. Returns the
-        final hidden states [N, hidden], normed, and the features after F `feature_layers`, [N, F * hidden].
+        first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. inputs [N,
+        layers * P]: of layers that have `InputWeights`. Returns the final hidden states [N, hidden], normed, and the
+        features after F `feature_layers`, [N, F * hidden].
         """
         delta, scalar, after = None, 1.0, dict[int, Tensor]()
         # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
@@ -274,6 +300,10 @@ class DecoderLayers:
             if layer.beside is not None:
                 delta = self._with_experts(layer, hidden, delta, layer.beside)
             delta = self._normed(delta, layer.of_mlp)
+            if layer.inputs is not None and inputs is not None:
+                gate = functional.gelu(layer.inputs.gate(hidden.add_(delta)), approximate="tanh")
+                own = inputs.unflatten(1, (len(self._layers), -1))[:, i]
+                delta = self._norm_of(layer.inputs.projection(gate * own), layer.inputs.norm)
             scalar = layer.scalar
             if i in feature_layers:
                 after[i] = _scaled(hidden + delta, scalar)
@@ -299,13 +329,15 @@ class DecoderLayers:
         num, num_kv = layer.num_queries, layer.num_kv
         heads = layer.qkv(x).view(len(x), -1, layer.dim)  # queries, then keys, then values
         # Queries and keys are normed and rotated together, in place: they are views of one product's output.
-        rotated, values = heads[:, : num + num_kv], None
+        rotated, values = heads[:, : num + num_kv], None  # without keys these are the queries
         if layer.norms_values:
             values = functional.rms_norm(heads[:, -num_kv:].float(), (layer.dim,), eps=self._form.eps).to(x.dtype)
         if layer.head_norms is not None:
             self._form.norm_heads(rotated, layer.head_norms)
         # x * cos + swapped halves of x * sin, of which the first half is negated in the table.
         torch.addcmul(rotated * rotary.cosines, rotated.roll(layer.dim // 2, -1), rotary.sines, out=rotated)
+        if not layer.num_made:
+            return heads
         if values is None:
             cache.store(heads[:, num:].unflatten(1, (2, num_kv)), index)
         else:

@@ -43,11 +43,16 @@ class _BesideStruct(Structure):
     _fields_ = fields(c_void_p, "before", "of_router", "of_experts", "of_mlp")
 
 
+class _InputsStruct(Structure):
+    _fields_ = (*fields(Linear, "gate", "projection"), ("norm", c_void_p))
+
+
 class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
         ("beside", POINTER(_BesideStruct)),
+        ("inputs", POINTER(_InputsStruct)),
         *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
         ("scalar", c_float),
     )
@@ -91,37 +96,39 @@ class NativeLayers(DecoderLayers):
         self._norm = self._widths.pad(self._norm)
         # C reads weights by address: these attributes keep the tensors that structs point to.
         self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
-        self._beside = list[_BesideStruct]()
+        self._pointers = list[Any]()
         self._structs, self._shapes = (_LayerStruct * len(layers))(), (_ShapeStruct * len(layers))()
         for i, layer in enumerate(layers):
             experts = None if layer.mixture is None else layer.mixture.prepared
             self._experts.append(None if experts is None else NativeExperts(experts))
             self._weights.append(self._norms_of(layer))
             self._structs[i] = self._struct(layer, self._weights[i], self._experts[i])
-            made = layer.num_kv * (1 + layer.has_values)
-            sizes = layer.num_queries, layer.num_kv, made, 2 * layer.halves.padded, self._structs[i].down.inputs
+            heads = layer.num_queries, layer.num_kv, layer.num_made
+            sizes = *heads, 2 * layer.halves.padded, self._structs[i].down.inputs
             own = self._widths.size, layer.dim
             self._shapes[i] = _ShapeStruct(self._widths.padded, *sizes, *own, *self._form, layer.norms_values)
         # One buffer serves all layers: as wide as the widest layer, or expert.
-        heads = max((shape.queries + shape.made) * shape.dim for shape in self._shapes)
+        all_heads = max((shape.queries + shape.made) * shape.dim for shape in self._shapes)
         attended = max(shape.queries * shape.dim for shape in self._shapes)
-        inner = max(shape.inner for shape in self._shapes)
+        self._inputs = Padding.to_multiple(max(layer.num_inputs for layer in layers))
+        inner = max(self._inputs.padded, *(shape.inner for shape in self._shapes))
         routed = self._widths.padded * any(layer.beside is not None for layer in layers)
-        self._buffers = heads, attended, self._widths.padded, 2 * inner, inner, routed
+        self._buffers = all_heads, attended, self._widths.padded, 2 * inner, inner, routed
 
     @property
     def halves(self) -> list[Padding]:
         return [layer.halves for layer in self._layers]
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
-        """Weights of a layer's norms, padded, its sinks, and norms of experts beside an MLP."""
+        """Weights of a layer's norms, padded, its sinks, and the norms of its input and of experts beside an MLP."""
         before, after, of_attended, of_mlp = (
             None if norm is None else self._widths.pad(norm)
             for norm in (layer.before, layer.after, layer.of_attended, layer.of_mlp)
         )
         head_norms = None if layer.head_norms is None else layer.halves.pad(layer.head_norms)
         beside = [] if layer.beside is None else map(self._widths.pad, layer.beside)
-        return [before, after, head_norms, of_attended, of_mlp, layer.sinks, *beside]
+        of_input = None if layer.inputs is None else self._widths.pad(layer.inputs.norm)
+        return [before, after, head_norms, of_attended, of_mlp, layer.sinks, of_input, *beside]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
@@ -129,9 +136,14 @@ class NativeLayers(DecoderLayers):
         products = map(_packed, (layer.qkv, layer.out, layer.gate_up, layer.down))
         of_experts = None if experts is None else pointer(experts.struct)
         addresses = list(map(_address, norms))
-        self._beside.append(_BesideStruct(*addresses[6:]))
-        beside = None if layer.beside is None else pointer(self._beside[-1])
-        return _LayerStruct(*products, of_experts, beside, *addresses[:6], layer.scalar)
+        first, of_input, of_beside = addresses[:6], addresses[6], addresses[7:]
+        beside = None if layer.beside is None else pointer(_BesideStruct(*of_beside))
+        inputs = None
+        if layer.inputs is not None:
+            of_inputs = map(_packed, (layer.inputs.gate, layer.inputs.projection))
+            inputs = pointer(_InputsStruct(*of_inputs, of_input))
+        self._pointers += [beside, inputs]
+        return _LayerStruct(*products, of_experts, beside, inputs, *first, layer.scalar)
 
     def __call__(
         self,
@@ -141,10 +153,12 @@ class NativeLayers(DecoderLayers):
         masks: Sequence[Sequence[Mask]],
         feature_layers: Sequence[int],
         first_input: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # 1. Inputs, padded to multiples of C's vectors.
         if first_input is not None:
             first_input = Padding.to_multiple(first_input.shape[1]).pad(first_input).contiguous()
+        inputs = None if inputs is None else self._inputs.pad(inputs).contiguous()
         padded = self._widths.pad(hidden)
         assert padded.is_contiguous()
         num, threads = len(hidden), torch.get_num_threads()
@@ -168,7 +182,7 @@ class NativeLayers(DecoderLayers):
             self._run(
                 *(len(parts), self._shapes, self._structs, self._norm.data_ptr(), byref(tokens), turns),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
-                *(*map(_address, (first_input, padded, normed)), *addresses, scores.data_ptr()),
+                *(*map(_address, (first_input, inputs, padded, normed)), *addresses, scores.data_ptr()),
                 *(
                     room,
                     expert_room and byref(expert_room.struct),
@@ -306,7 +320,7 @@ def _packed(product: Product | None) -> Linear:
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
-    buffers = (c_void_p,) * 10  # first input, hidden, and buffers
+    buffers = (c_void_p,) * 11  # first input, inputs of layers, hidden, and buffers
     structs = c_long, POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), POINTER(_RotaryStruct)),

@@ -17,10 +17,17 @@ struct beside {
     const stored *before, *of_router, *of_experts, *of_mlp;
 };
 
+/* What a layer adds at its end: projection(gelu(gate(hidden)) * input), normed by weights [hidden]. */
+struct inputs {
+    struct linear gate, projection;
+    const stored *norm;
+};
+
 struct layer {
     struct linear qkv, out, gate_up, down; /* the last two are unused with experts alone */
     const struct experts *experts; /* or NULL */
     const struct beside *beside; /* of experts beside an MLP, or NULL */
+    const struct inputs *inputs; /* of an input of its own, or NULL */
     const stored *before, *after; /* norm weights [hidden], before attention and after it */
     const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
     const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
@@ -31,7 +38,8 @@ struct layer {
 /* Of a layer; all have the same `hidden`. */
 struct shape {
     long hidden, queries, kv;
-    long made; /* heads of keys and values in `qkv`: 2 * kv, or kv if the keys, before their norm, are the values */
+    long made; /* heads of keys and values in `qkv`: 2 * kv, or kv if the keys, before their norm, are the values, or 0
+                * if those of an earlier layer are read */
     long dim, inner;
     long own_hidden, own_dim; /* without padding */
     float eps, scale; /* scale: of attention scores */
@@ -91,8 +99,22 @@ static inline void norm(const struct shape *shape, long width, long num, const s
             store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* For all rows: hidden += delta [rows, hidden], if there is one, normed in place before that if there are weights
- * of_delta [hidden]; hidden *= scalar; out = RMSNorm(hidden) * weight [hidden]. */
+/* hidden [width] += delta [width], if there is one, normed in place before that if there are weights of_delta [width];
+ * hidden *= scalar. */
+static inline void add(const struct shape *shape, stored *hidden, stored *delta, const stored *of_delta, float scalar)
+{
+    long width = shape->hidden;
+    if (delta && of_delta)
+        norm(shape, width, shape->own_hidden, delta, of_delta, delta);
+    if (delta)
+        for (long i = 0; i < width; i += LANES)
+            store(load(hidden + i) + load(delta + i), hidden + i);
+    if (scalar != 1)
+        for (long i = 0; i < width; i += LANES)
+            store(load(hidden + i) * scalar, hidden + i);
+}
+
+/* For all rows `add` delta [rows, hidden], or nothing if it is NULL; out = RMSNorm(hidden) * weight [hidden]. */
 static void add_norm(const struct shape *shape, long rows, stored *hidden, stored *delta, const stored *of_delta,
                      float scalar, const stored *weight, stored *out)
 {
@@ -100,14 +122,7 @@ static void add_norm(const struct shape *shape, long rows, stored *hidden, store
 #pragma omp for
     for (long row = 0; row < rows; row++) {
         stored *own = hidden + row * width, *added = delta ? delta + row * width : NULL;
-        if (added && of_delta)
-            norm(shape, width, shape->own_hidden, added, of_delta, added);
-        if (added)
-            for (long i = 0; i < width; i += LANES)
-                store(load(own + i) + load(added + i), own + i);
-        if (scalar != 1)
-            for (long i = 0; i < width; i += LANES)
-                store(load(own + i) * scalar, own + i);
+        add(shape, own, added, of_delta, scalar);
         norm(shape, width, shape->own_hidden, own, weight, out + row * width);
     }
 }
@@ -126,8 +141,8 @@ static int is_finite(long dim, const stored *x)
 static void rotate_and_store(const struct tokens *tokens, const struct rotary *rotary, const struct shape *shape,
                              long queries, const stored *norms, stored *cache, stored *heads)
 {
-    long kv = shape->kv, dim = shape->dim, half = dim / 2, all = queries + shape->made;
-    long each = tokens->length * dim, of_slot = kv * each, of_kind = tokens->slots * of_slot;
+    long dim = shape->dim, half = dim / 2, all = queries + shape->made, kv = shape->made ? shape->kv : 0;
+    long each = tokens->length * dim, of_slot = shape->kv * each, of_kind = tokens->slots * of_slot;
 #pragma omp for
     for (long token = 0; token < tokens->num; token++) {
         const stored *cosine = rotary->cosines + token * dim, *sine = rotary->sines + token * dim;
@@ -407,21 +422,42 @@ static void add_experts(const struct shape *shape, const struct layer *layer, lo
     }
 }
 
+/* Add the output of the MLP `found` [rows, hidden], normed by of_mlp, to hidden [rows, hidden], and replace it by what
+ * the layer adds for its inputs [rows], every `stride` numbers. gated: buffer [rows, numbers of an input]. */
+static void add_inputs(const struct shape *shape, const struct inputs *own, long rows, const stored *inputs, long stride,
+                       stored *hidden, const stored *of_mlp, stored *gated, stored *found, uint64_t *of_gate,
+                       uint64_t *of_projection, long threads)
+{
+    long width = shape->hidden, num = own->gate.outputs;
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        add(shape, hidden + row * width, found + row * width, of_mlp, 1);
+    multiply(&own->gate, rows, hidden, gated, of_gate, threads);
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < num; i += LANES) {
+            stored *gate = gated + row * num + i;
+            store(rounded(gelu(load(gate))) * load(inputs + row * stride + i), gate);
+        }
+    multiply(&own->projection, rows, gated, found, of_projection, threads);
+}
+
 /* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
  * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller, wide enough for
  * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], found [tokens,
  * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if experts are beside an MLP,
- * scores (see attend), and of experts, if any. The first layer's queries, keys and values are computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1,
- * before anything is written, if a slot or column is outside the cache. */
+ * scores (see attend), and of experts, if any. The first layer's queries, keys and values are computed from `given`, or
+ * from normed hidden if that is NULL. inputs [tokens, layers, numbers of an input]: of layers that have such. Returns 0,
+ * or -1, before anything is written, if a slot or column is outside the cache. */
 int run_layers(long num_layers, const struct shape *shapes, const struct layer *layers, const stored *last,
                const struct tokens *tokens, const struct rotary *rotaries, long num_parts,
-               const struct part *const *parts, const stored *given, stored *hidden, stored *x, stored *heads,
-               stored *attended, stored *found, stored *gate_up, stored *gated, stored *routed, float *scores, long room,
-               const struct room_of_experts *of_experts, long num_kept, const int64_t *kept, stored *features,
-               int threads)
+               const struct part *const *parts, const stored *given, const stored *inputs, stored *hidden, stored *x,
+               stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, stored *routed,
+               float *scores, long room, const struct room_of_experts *of_experts, long num_kept, const int64_t *kept,
+               stored *features, int threads)
 {
     long num = tokens->num, width = shapes->hidden;
-    uint64_t shares[num_layers][4][threads];
+    uint64_t shares[num_layers][6][threads];
     if (!fits(tokens))
         return -1;
     for (long i = 0; i < num_layers; i++) {
@@ -429,6 +465,10 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
         share_out(&layers[i].out, 1, threads, shares[i][1]);
         share_out(&layers[i].gate_up, 1, threads, shares[i][2]);
         share_out(&layers[i].down, 1, threads, shares[i][3]);
+        if (layers[i].inputs) {
+            share_out(&layers[i].inputs->gate, 1, threads, shares[i][4]);
+            share_out(&layers[i].inputs->projection, 1, threads, shares[i][5]);
+        }
     }
 #pragma omp parallel num_threads(threads)
     {
@@ -457,6 +497,12 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
             multiply(&layer->down, num, gated, found, shares[i][3], threads);
             if (layer->beside)
                 add_experts(shape, layer, num, hidden, x, routed, of_experts, found, threads);
+            if (layer->inputs) {
+                long each = layer->inputs->gate.outputs;
+                add_inputs(shape, layer->inputs, num, inputs + i * each, num_layers * each, hidden, of_mlp, gated,
+                           found, shares[i][4], shares[i][5], threads);
+                of_mlp = layer->inputs->norm;
+            }
         }
         add_norm(shapes, num, hidden, found, of_mlp, scalar, last, x);
         keep(num_layers - 1, num_kept, kept, num, width, x, features); /* normed, as in transformers */

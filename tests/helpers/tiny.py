@@ -124,10 +124,14 @@ def tiny_gemma4(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
     return model
 
 
-def tiny_gemma4_mixture(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
-    """As `tiny_gemma4`, with experts beside the MLPs."""
+def tiny_gemma4_of_all_parts(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+    """As `tiny_gemma4`, with all that published ones have: experts beside the MLPs, inputs of every layer, and upper
+    layers that read the keys of lower ones."""
     experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
-    return tiny_gemma4(seed, **experts | changes)
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 260}
+    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 4}
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    return tiny_gemma4(seed, **experts | inputs | shared | {"layer_types": layer_types} | changes)
 
 
 GPT_OSS: dict[str, Any] = {

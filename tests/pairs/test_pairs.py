@@ -157,7 +157,6 @@ def test_a_gemma_that_computes_something_else_is_refused(change: dict[str, Any],
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 of gemma4_text: .*keys and values that layers share"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all: supported is vision, None"),
         ({"hidden_activation": "silu"}, "hidden_activation = silu: supported is gelu_pytorch_tanh"),
     ],

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from blockpilot.models.cache import KeyHeads, SlotCache, SlotView, key_heads, layer_config
+from blockpilot.models.cache import SlotCache, SlotView, key_heads, key_layers, layer_config
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "gemma3": (Gemma3DecoderLayer, Gemma3TextConfig),
     "gemma4": (Gemma4TextDecoderLayer, Gemma4TextConfig),
     "gemma4_moe": (Gemma4TextDecoderLayer, Gemma4TextConfig),
+    "gemma4_small": (Gemma4TextDecoderLayer, Gemma4TextConfig),
     "gpt_oss": (GptOssDecoderLayer, GptOssConfig),
 }
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
@@ -76,6 +77,9 @@ def model_of(
         shape |= {"global_head_dim": 2 * dim, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
         shape |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
         shape |= {"hidden_size_per_layer_input": 0}
+    if kind == "gemma4_small":  # the third layer reads the second one's keys
+        shape |= {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}
+        shape |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
     config = config_class(**shape)
     config._attn_implementation = "eager"
     modules = [layer_class(config, i).to(dtype) for i in range(3)]
@@ -102,6 +106,8 @@ class Work(NamedTuple):
     masks: Sequence[Sequence[Mask]]
     slots: Tensor
     rows: "slice | Tensor"
+    inputs: Tensor | None
+    """Of every layer, for layers that have such."""
     kept: Sequence[Tensor]
     """Keys and values that the cache has before, of every layer."""
 
@@ -111,7 +117,7 @@ class Work(NamedTuple):
         for own, halves, kept in zip(cache.of_layer, layers.halves, self.kept, strict=True):
             own.copy_(halves.pad(kept))
         view = self.view(cache)
-        normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1))
+        normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1), inputs=self.inputs)
         after = [halves.cut(own) for own, halves in zip(cache.of_layer, layers.halves, strict=True)]
         return normed, features, after
 
@@ -137,15 +143,23 @@ def work_of(config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequen
     ]
     rotaries = [Rotary(*torch.randn(2, num, 1, own.dim).to(dtype)) for own in heads]
     is_alike = heads[0] == heads[2]
-    kept = kept_of(heads, dtype)
+    kept = kept_of(config, dtype)
     masks = [kinds[0], kinds[1], kinds[0] if is_alike else kinds[2]]
     rotaries[2] = rotaries[0] if is_alike else rotaries[2]
-    return Work(torch.randn(num, config.hidden_size).to(dtype), rotaries, packing, masks, slots, rows, kept)
+    hidden, inputs = torch.randn(num, config.hidden_size).to(dtype), inputs_of(config, num, dtype)
+    return Work(hidden, rotaries, packing, masks, slots, rows, inputs, kept)
 
 
-def kept_of(heads: Sequence[KeyHeads], dtype: torch.dtype) -> list[Tensor]:
-    """Random keys and values of every layer."""
-    return [torch.randn(2, SLOTS, own.num, LENGTH, own.dim).to(dtype) for own in heads]
+def kept_of(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
+    """Random keys and values that every layer reads."""
+    kept = [torch.randn(2, SLOTS, own.num, LENGTH, own.dim).to(dtype) for own in key_heads(config)]
+    return [kept[layer] for layer in key_layers(config)]
+
+
+def inputs_of(config: PretrainedConfig, num: int, dtype: torch.dtype) -> Tensor | None:
+    """Random inputs of all layers for `num` tokens; None if they have none."""
+    size = getattr(config, "hidden_size_per_layer_input", 0)
+    return torch.randn(num, config.num_hidden_layers * size).to(dtype) if size else None
 
 
 def _half(packing: Packing) -> Tensor:
@@ -215,7 +229,8 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
     packing = Packing([9], [work.packing.parts[0].starts[1]], CPU)
     masks = [[Mask(packing, mask.visible[1:2, :, :9, : packing.length], 3, dtype)] for (mask,) in work.masks]
     rotaries = [Rotary(*(table[3:12] for table in rotary)) for rotary in work.rotaries]
-    alone = Work(work.hidden[3:12], rotaries, packing, masks, work.slots[3:12], torch.tensor([1]), work.kept)
+    inputs = None if work.inputs is None else work.inputs[3:12]
+    alone = Work(work.hidden[3:12], rotaries, packing, masks, work.slots[3:12], torch.tensor([1]), inputs, work.kept)
     assert alone.run(model.native, model.config)[0].equal(outputs[0])
 
 
@@ -231,6 +246,7 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
         ("gemma3", 20),
         ("gemma4", 20),
         ("gemma4_moe", 20),
+        ("gemma4_small", 20),
         ("gpt_oss", 20),
     ],
 )
@@ -253,19 +269,21 @@ def test_a_token_of_a_tree_is_that_of_its_text(
     hidden, heads = torch.randn(1 + num, 96).to(dtype), key_heads(model.config)
     rotaries = [Rotary(*torch.randn(2, LENGTH, 1, own.dim).to(dtype)) for own in heads]
     cache = SlotCache(model.config, SLOTS, LENGTH, dtype, CPU)
-    for own, kept in zip(cache.of_layer, kept_of(heads, dtype), strict=True):
+    for own, kept in zip(cache.of_layer, kept_of(model.config, dtype), strict=True):
         own.copy_(kept)
+    inputs = inputs_of(model.config, 1 + num, dtype)
 
-    def run(packing: Packing, hidden: Tensor) -> Tensor:
+    def run(packing: Packing, nodes: list[int]) -> Tensor:
         view = cache.view(packing.rows, packing.columns, slice(0, 1), packing.length)
         masks = [[Mask(packing, packing.visible_in(window), 3, dtype)]] * 3
         at_positions = [rotary.at(packing.positions) for rotary in rotaries]
-        normed, _ = model.native(hidden.clone(), at_positions, view, masks, ())
+        own = None if inputs is None else inputs[nodes]
+        normed, _ = model.native(hidden[nodes], at_positions, view, masks, (), inputs=own)
         return normed
 
-    in_tree = run(tree, hidden)[path]
-    in_text = run(Packing([len(path)], [anchor], CPU), hidden[path])
-    one_by_one = [run(Packing([1], [anchor + i], CPU), hidden[[node]]) for i, node in enumerate(path)]
+    in_tree = run(tree, list(range(1 + num)))[path]
+    in_text = run(Packing([len(path)], [anchor], CPU), path)
+    one_by_one = [run(Packing([1], [anchor + i], CPU), [node]) for i, node in enumerate(path)]
     assert in_tree.equal(in_text)
     assert in_tree.equal(torch.cat(one_by_one))
 

@@ -52,6 +52,7 @@ from helpers.tiny import (
     tiny_draft,
     tiny_gemma,
     tiny_gemma4,
+    tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
@@ -172,7 +173,7 @@ def test_a_gemma4_that_computes_something_else_is_refused(change: dict[str, Any]
         (tiny_hybrid, Qwen3_5Config, Qwen3_5ForConditionalGeneration),
         (tiny_hybrid_mixture, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
         (tiny_gemma, Gemma3Config, Gemma3ForConditionalGeneration),
-        (tiny_gemma4, Gemma4Config, Gemma4ForConditionalGeneration),
+        (tiny_gemma4_of_all_parts, Gemma4Config, Gemma4ForConditionalGeneration),
     ],
 )
 def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
@@ -201,7 +202,7 @@ def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
     with torch.inference_mode():
         torch.testing.assert_close(pair.target(tokens).logits, whole(tokens).logits)
     engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
-    has_states = text_model not in (tiny_gemma, tiny_gemma4)
+    has_states = text_model not in (tiny_gemma, tiny_gemma4_of_all_parts)
     assert ("prefix_tokens 64: prefix cache off, the target has recurrent states" in caplog.text) == has_states
     assert list(engine.switched_off) == (["prefix cache", "CUDA graphs"] if has_states else [])
     assert pair.vocab_size == 260

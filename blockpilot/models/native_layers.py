@@ -43,7 +43,7 @@ class _BesideStruct(Structure):
     _fields_ = fields(c_void_p, "before", "of_router", "of_experts", "of_mlp")
 
 
-class _InputsStruct(Structure):
+class _LayerInputStruct(Structure):
     _fields_ = (*fields(Linear, "gate", "projection"), ("norm", c_void_p))
 
 
@@ -52,7 +52,7 @@ class _LayerStruct(Structure):
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
         ("beside", POINTER(_BesideStruct)),
-        ("inputs", POINTER(_InputsStruct)),
+        ("inputs", POINTER(_LayerInputStruct)),
         *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
         ("scalar", c_float),
     )
@@ -141,7 +141,7 @@ class NativeLayers(DecoderLayers):
         inputs = None
         if layer.inputs is not None:
             of_inputs = map(_packed, (layer.inputs.gate, layer.inputs.projection))
-            inputs = pointer(_InputsStruct(*of_inputs, of_input))
+            inputs = pointer(_LayerInputStruct(*of_inputs, of_input))
         self._pointers += [beside, inputs]
         return _LayerStruct(*products, of_experts, beside, inputs, *first, layer.scalar)
 

@@ -79,7 +79,6 @@ def model_of(
         shape |= {"hidden_size_per_layer_input": 0}
     if kind == "gemma4_small":  # the third layer reads the second one's keys
         shape |= {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}
-        shape |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
     config = config_class(**shape)
     config._attn_implementation = "eager"
     modules = [layer_class(config, i).to(dtype) for i in range(3)]

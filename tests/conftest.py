@@ -32,6 +32,7 @@ from helpers.tiny import (
     byte_tokenizer,
     tiny_draft,
     tiny_gemma,
+    tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
@@ -161,6 +162,12 @@ def hybrid_mixture_pair(tiny_pair: Pair) -> Pair:
 def gpt_oss_pair(tiny_pair: Pair) -> Pair:
     """A random gpt-oss, with sinks, windows and experts, and a random draft."""
     return with_random_draft(tiny_pair, tiny_gpt_oss())
+
+
+@pytest.fixture(scope="session")
+def gemma4_pair(tiny_pair: Pair) -> Pair:
+    """A random Gemma 4 with all that published ones have, and a random draft."""
+    return with_random_draft(tiny_pair, tiny_gemma4_of_all_parts())
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,11 @@ def check_start(config: PretrainedConfig) -> None:
             "start 'target': the target's layers have recurrent states, a draft's do not; allowed are 'random' and"
             " the directory of a draft"
         )
+    if config.model_type == "gemma4_text":
+        raise ValueError(
+            "start 'target': a Gemma 4's layers have scales and norms of values, a draft's do not; allowed are"
+            " 'random' and the directory of a draft"
+        )
 
 
 @torch.no_grad()

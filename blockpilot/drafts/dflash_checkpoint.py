@@ -23,7 +23,7 @@ from transformers import LlamaConfig, Qwen3Config
 from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import ARCHITECTURE, DFLASH2, OWN_OPTIONS, VOCABULARY_FILE, default_layer_ids
-from blockpilot.models.cache import head_dim
+from blockpilot.models.cache import head_dim, layer_config
 from blockpilot.models.decoder import full_rope
 from blockpilot.storage import first_line, write_text
 
@@ -179,16 +179,17 @@ def new_draft_config(
     target_layer_ids: Sequence[int] | None = None,
     **parts: int | str,
 ) -> Qwen3Config:
-    """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep.
+    """Configuration of a fresh draft for a target: `num_layers` layers like its first, with its rotary base.
 
     parts: options of what else it has, such as `selector_rank`; 0 for none.
     """
     num_target_layers = target_config.num_hidden_layers
     layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
-    options: dict[str, Any] = {name: getattr(target_config, name) for name in _SHARED_WITH_TARGET} | {
+    of_first = layer_config(target_config, 0)
+    options: dict[str, Any] = {name: getattr(of_first, name) for name in _SHARED_WITH_TARGET} | {
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": num_layers,
-        "head_dim": head_dim(target_config),
+        "head_dim": head_dim(of_first),
         "rope_parameters": {k: v for k, v in full_rope(target_config).items() if k not in _OF_HYBRIDS},
         "attention_bias": False,
         "tie_word_embeddings": False,

@@ -180,7 +180,7 @@ class PreparedDFlash(PreparedDraft):
 
     def _run(self, asked: Asked, cache: SlotCache) -> Tensor:
         """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
-        device, from_anchor = cache.layers.device, self._decoder.draft.options.sample_from_anchor
+        device, from_anchor = cache.device, self._decoder.draft.options.sample_from_anchor
         # 1. Blocks: every row's anchor, then mask tokens.
         blocks, tokens = (
             Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, device),

@@ -23,7 +23,7 @@ from blockpilot.drafts.dflash_checkpoint import (
     write_checkpoint,
 )
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
-from blockpilot.models.cache import head_dim, num_kv_heads
+from blockpilot.models.cache import head_dim, layer_config, num_kv_heads
 from blockpilot.models.decoder import full_rope
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -167,11 +167,12 @@ def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.
 
 
 def new_eagle3_config(target_config: Any) -> LlamaConfig:
-    """Configuration of a fresh draft for a target: one layer with its widths, heads and rotary base."""
-    options: dict[str, Any] = {name: getattr(target_config, name, None) for name in _SHARED_WITH_TARGET} | {
+    """Configuration of a fresh draft for a target: a layer like its first, with its rotary base."""
+    of_first = layer_config(target_config, 0)
+    options: dict[str, Any] = {name: getattr(of_first, name, None) for name in _SHARED_WITH_TARGET} | {
         "num_hidden_layers": 1,
-        "num_key_value_heads": num_kv_heads(target_config),
-        "head_dim": head_dim(target_config),
+        "num_key_value_heads": num_kv_heads(of_first),
+        "head_dim": head_dim(of_first),
         "rope_parameters": full_rope(target_config),
         "tie_word_embeddings": False,
     }

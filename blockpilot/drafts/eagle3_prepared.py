@@ -34,7 +34,13 @@ class Eagle3Cache(SlotCache):
     """Keys and values of entries, with room for drafted ones; each slot's last hidden state."""
 
     def __init__(
-        self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device, halves: Padding
+        self,
+        config: Any,
+        num_slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        halves: Sequence[Padding],
     ) -> None:
         super().__init__(config, num_slots, length + MOST_CONTEXTS * MAX_BLOCK_SIZE, dtype, device, halves=halves)
         self.hidden = torch.zeros(num_slots, config.hidden_size, dtype=dtype, device=device)
@@ -95,7 +101,7 @@ class PreparedEagle3(PreparedDraft):
         assert isinstance(cache, Eagle3Cache)
         if asked.width == 1:
             return self._chains(asked, cache, choose)
-        device, rows = cache.layers.device, list(range(len(asked.slots)))
+        device, rows = cache.device, list(range(len(asked.slots)))
         width, levels = min(asked.width, MOST_CONTEXTS), list[Level]()
         hidden = cache.hidden[tensor_on(device, asked.slots)][:, None]  # [R, P, hidden], P = 1 at first
         links = list[Tensor]()  # [R, P, k]: places of a level's choices among the contexts of the next
@@ -124,7 +130,7 @@ class PreparedEagle3(PreparedDraft):
 
     def _chains(self, asked: Asked, cache: Eagle3Cache, choose: Choose) -> Candidates:
         """`propose`, where only the first choice of a position is followed."""
-        device, rows, levels = cache.layers.device, list(range(len(asked.slots))), list[Level]()
+        device, rows, levels = cache.device, list(range(len(asked.slots))), list[Level]()
         hidden = cache.hidden[tensor_on(device, asked.slots)]  # [R, hidden]
         for depth in range(1, max(asked.depths) + 1):
             found = choose(hidden, rows, [asked.starts[row] + depth for row in rows])

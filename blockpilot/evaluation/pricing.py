@@ -143,8 +143,12 @@ def _measured(pair: Pair, rows: int, context: int, num_steps: int) -> StepPrice:
 
 def expert_share(pair: Pair) -> float:
     """Share of the target's experts that a token chooses; 0 without experts."""
-    num_experts = getattr(pair.target.config, "num_experts", None)
-    return pair.target.config.num_experts_per_tok / num_experts if num_experts else 0.0
+    config = pair.target.config
+    num_experts = getattr(config, "num_experts", None)
+    if not num_experts:
+        return 0.0
+    chosen = config.top_k_experts if config.model_type == "gemma4_text" else config.num_experts_per_tok
+    return float(chosen / num_experts)
 
 
 def coefficients_of(pair: Pair) -> list[str]:

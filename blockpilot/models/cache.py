@@ -10,7 +10,7 @@ Active slots are dense (0 .. n-1): the last one moves into a free one, so a forw
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class SlotCache:
     """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens, initially zero.
 
     num_spare: additional columns, for trees, which use more columns than positions. halves: padding of the halves of
-    a head, by the layers in C.
+    a head, layer by layer, by the layers in C.
     """
 
     def __init__(
@@ -36,37 +36,63 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
-        halves: Padding | None = None,
+        halves: Sequence[Padding] | None = None,
     ) -> None:
-        self.max_length = length
-        self._halves = halves or Padding(head_dim(config) // 2, head_dim(config) // 2)
-        slot_shape = num_kv_heads(config), length + num_spare, 2 * self._halves.padded
-        shape = (self.num_key_layers(config), 2, num_slots, *slot_shape)
+        self.max_length, heads = length, self.key_heads(config)
+        self._halves = halves or [Padding(own.dim // 2, own.dim // 2) for own in heads]
+        owners, groups = key_layers(config)[: len(heads)], dict[tuple[int, int, int], list[int]]()
+        for i, (own, half) in enumerate(zip(heads, self._halves, strict=True)):
+            if owners[i] == i:
+                groups.setdefault((own.num, length + num_spare, 2 * half.padded), []).append(i)
+        groups = groups or {(0, length + num_spare, 0): []}  # of a draft without layers
+        places = {layer: (i, j) for i, layers in enumerate(groups.values()) for j, layer in enumerate(layers)}
+        self._places = [places[owner] for owner in owners]
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
-        self.layers = torch.zeros(shape, dtype=dtype, device=device)
-        """[layers, 2, num_slots, kv_heads, length, head_dim], keys, then values."""
-        self.by_token = [self.layers[i].permute(1, 3, 0, 2, 4) for i in range(len(self.layers))]
-        """Each layer as a view [num_slots, length, 2, kv_heads, head_dim]."""
+        sizes = [(len(layers), 2, num_slots, *shape) for shape, layers in groups.items()]
+        self.hold([torch.zeros(size, dtype=dtype, device=device) for size in sizes])
         self.graphs: Graphs | None = None
         """CUDA graphs of passes of few tokens; with them the last column must stay free of tokens."""
 
+    def hold(self, groups: Sequence[Tensor]) -> None:
+        """Keep keys and values in this memory."""
+        self.groups = groups
+        """[layers, 2, num_slots, kv_heads, length, head_dim] of layers with heads of one shape; keys, then values."""
+        self.of_layer = [groups[group][index] for group, index in self._places]
+        """What each layer reads, as a view [2, num_slots, kv_heads, length, head_dim]."""
+        self.by_token = [of_layer.permute(1, 3, 0, 2, 4) for of_layer in self.of_layer]
+        """The same as views [num_slots, length, 2, kv_heads, head_dim]."""
+
     @staticmethod
-    def num_key_layers(config: Any) -> int:
-        """Layers that keep keys and values."""
-        return int(config.num_hidden_layers)
+    def key_heads(config: Any) -> "Sequence[KeyHeads]":
+        """Heads of the layers that keep keys and values."""
+        return key_heads(config)
+
+    @property
+    def layers(self) -> Tensor:
+        """Keys and values of layers whose heads all have one shape: the only one of `groups`."""
+        (layers,) = self.groups
+        return layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups[0].device
+
+    @property
+    def num_slots(self) -> int:
+        return self.groups[0].shape[2]
 
     @property
     def num_columns(self) -> int:
-        return self.layers.shape[4]
+        return self.groups[0].shape[4]
 
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values together."""
-        return self.layers.nbytes
+        return sum(group.nbytes for group in self.groups)
 
     def unpadded(self, length: int) -> Tensor:
-        """Keys and values of the first `length` columns, [layers, 2, num_slots, kv_heads, length, head_dim]."""
-        return self._halves.cut(self.layers[..., :length, :])
+        """Keys and values of the first `length` columns, as `layers`."""
+        return self._halves[0].cut(self.layers[..., :length, :])
 
     def bare(self) -> Self:
         """The same memory without graphs, for graphs to refer to without a reference cycle."""
@@ -94,44 +120,51 @@ class SlotCache:
                 if node != depth:
                     moves.append((slot, start + node, start + depth))
         if moves:
-            self._relocate(*tensor_on(self.layers.device, moves).T)
+            self._relocate(*tensor_on(self.device, moves).T)
 
     def _relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy columns within their slots, all arguments [M]; columns are read before any is written."""
         # The right side is a copy. Slots and columns are joined elementwise: [M, layers, 2, kv_heads, head_dim].
-        self.layers[:, :, slots, :, destinations] = self.layers[:, :, slots, :, sources]
+        for group in self.groups:
+            group[:, :, slots, :, destinations] = group[:, :, slots, :, sources]
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` columns of slot `source` over slot `destination`."""
-        self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
+        for group in self.groups:
+            group[:, :, destination, :, :length] = group[:, :, source, :, :length]
 
     def clear(self, slot: int) -> None:
         """Zero a slot after a failed row: torch multiplies masked columns by zero, and 0 * NaN is NaN."""
-        self.layers[:, :, slot] = 0
+        for group in self.groups:
+            group[:, :, slot] = 0
 
 
 class Pages:
     """Memory of `num` pages: copies of `size` consecutive columns each, out of the slots of a cache."""
 
     def __init__(self, cache: SlotCache, num: int, size: int) -> None:
-        layers, kinds, _, heads, _, dim = cache.layers.shape
         self._cache, self._size = cache, size
-        self._pages = cache.layers.new_empty(num, layers, kinds, heads, size, dim)
+        self._pages = list[Tensor]()
+        for group in cache.groups:
+            layers, kinds, _, heads, _, dim = group.shape
+            self._pages.append(group.new_empty(num, layers, kinds, heads, size, dim))
 
     @property
     def num_bytes(self) -> int:
-        return self._pages.nbytes
+        return sum(pages.nbytes for pages in self._pages)
 
     def store(self, page: int, slot: int, column: int) -> None:
         """Copy a slot's columns from `column` on to a page."""
-        self._pages[page] = self._columns(slot, column)
+        for pages, columns in zip(self._pages, self._columns(slot, column), strict=True):
+            pages[page] = columns
 
     def load(self, page: int, slot: int, column: int) -> None:
         """Copy a page to a slot's columns from `column` on."""
-        self._columns(slot, column).copy_(self._pages[page])
+        for pages, columns in zip(self._pages, self._columns(slot, column), strict=True):
+            columns.copy_(pages[page])
 
-    def _columns(self, slot: int, column: int) -> Tensor:
-        return self._cache.layers[:, :, slot, :, column : column + self._size]
+    def _columns(self, slot: int, column: int) -> list[Tensor]:
+        return [group[:, :, slot, :, column : column + self._size] for group in self._cache.groups]
 
 
 InBox = Callable[[Tensor, Box, BoxPlaces, Packing, "SlotView"], tuple[Tensor, ...]]
@@ -145,35 +178,25 @@ class SlotView:
         self.length = length
         self.cache = cache
         self._token_indices = slots, columns
-        self._rows = rows if isinstance(rows, slice) else sent(rows, cache.layers.device)
+        self._rows = rows if isinstance(rows, slice) else sent(rows, cache.device)
         self._host_rows = rows
 
     @property
     def host_slots(self) -> Sequence[int] | None:
         """The slot of every row that is read; None if only the device has them."""
         if isinstance(self._host_rows, slice):
-            return range(self.layers.shape[2])[self._host_rows]
+            return range(self.cache.num_slots)[self._host_rows]
         return self._host_rows.tolist() if self._host_rows.device.type == "cpu" else None
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of keys, and of values."""
-        return self.cache.layers.shape[3]
 
     @property
     def num_columns(self) -> int:
         """Columns of the cache, read or not."""
-        return self.cache.layers.shape[4]
+        return self.cache.num_columns
 
     @property
     def max_length(self) -> int:
         """Maximum tokens of a text in the cache."""
         return self.cache.max_length
-
-    @property
-    def layers(self) -> Tensor:
-        """Keys and values of the entire cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
-        return self.cache.layers
 
     @property
     def token_indices(self) -> tuple[Tensor, Tensor]:
@@ -185,7 +208,7 @@ class SlotView:
         """The slot of every row that is read, [R]."""
         if not isinstance(self._rows, slice):
             return self._rows
-        return torch.arange(*self._rows.indices(self.layers.shape[2]), device=self.layers.device)
+        return torch.arange(*self._rows.indices(self.cache.num_slots), device=self.cache.device)
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""
@@ -193,7 +216,7 @@ class SlotView:
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_dim]."""
-        keys, values = self.cache.layers[layer_idx, :, self._rows, :, : self.length]
+        keys, values = self.cache.of_layer[layer_idx][:, self._rows, :, : self.length]
         return keys, values
 
     def by_graph(
@@ -207,7 +230,7 @@ class SlotView:
         graphs, slots, num_columns = self.cache.graphs, self.host_slots, self.num_columns
         if graphs is None or slots is None:
             return None
-        box = Box.around(packing, slots, self.layers.shape[2], num_columns)
+        box = Box.around(packing, slots, self.cache.num_slots, num_columns)
         if box is None or box.rows * box.width > most:
             return None
         cache, device = self.cache.bare(), hidden.device
@@ -223,6 +246,41 @@ class SlotView:
 def read_slots(slots: Sequence[int]) -> "slice | Tensor":
     """Ascending slots for a view: a slice, which reads without a copy, if they are the first ones of a cache."""
     return slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
+
+
+class KeyHeads(NamedTuple):
+    """Number of a layer's heads of keys, and of values, and their size."""
+
+    num: int
+    dim: int
+
+
+def key_heads(config: Any) -> list[KeyHeads]:
+    """Heads of keys of every layer."""
+    num_layers = int(config.num_hidden_layers)
+    if not has_layer_configs(config):
+        return [KeyHeads(num_kv_heads(config), head_dim(config))] * num_layers
+    return [KeyHeads(num_kv_heads(own), head_dim(own)) for own in config.per_layer_config]
+
+
+def key_layers(config: Any) -> list[int]:
+    """For every layer the one whose keys and values it reads: itself, or an earlier one of its type (Gemma 4)."""
+    modes, last, layers = getattr(config, "kv_sharing_modes", None), dict[str, int](), list[int]()
+    for i in range(int(config.num_hidden_layers)):
+        if modes is None or modes[i] != "reuse":
+            last[config.layer_types[i] if modes else ""] = i
+        layers.append(last[config.layer_types[i]] if modes and modes[i] == "reuse" else i)
+    return layers
+
+
+def has_layer_configs(config: Any) -> bool:
+    """True if layers have heads of different shapes: transformers then refuses to name one."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """Configuration of a layer."""
+    return config.per_layer_config[layer] if has_layer_configs(config) else config
 
 
 def num_kv_heads(config: Any) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
+from blockpilot.models.cache import SlotCache, SlotView, key_heads
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.hybrid import HybridLayers
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
@@ -24,24 +24,43 @@ from blockpilot.models.states import FULL, LINEAR, StateCache
 from blockpilot.native.library import reason_without
 
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")  # the text parts of qwen3_5 and qwen3_5_moe
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS, "gemma3", "gemma3_text", "gpt_oss")
+FAMILIES = (
+    *("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS),
+    *("gemma3", "gemma3_text", "gemma4", "gemma4_text", "gpt_oss"),
+)
 UNSUPPORTED = {
     "gemma": "norms and embeddings of its first version",
     "gemma2": "attention scores and logits with a soft cap",
     "gemma3n": "embeddings in every layer",
-    "gemma4": "heads of two sizes, and keys and values that layers share",
-    "gemma4_text": "heads of two sizes, and keys and values that layers share",
     "qwen3_next": "projections of recurrent layers that interleave their heads",
 }
 """Families that people ask for, and what of them is not computed."""
+PROPORTIONAL = "proportional"  # a part of a head is rotated: frequencies of the other numbers are 0
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class LayerKind(NamedTuple):
-    """Layer type, as transformers names it, and the window of its attention in tokens, None for all."""
+    """Layer type, as transformers names it, the window of its attention in tokens, None for all, and the number of
+    queries for a key."""
 
     name: str
     window: int | None
+    groups: int
+
+
+class LayerInputs:
+    """Inputs that each layer has of its own for every token, by the token and its embedding (small Gemma 4)."""
+
+    def __init__(self, body: Any) -> None:
+        self._embed, self._norm = body.embed_tokens_per_layer, body.per_layer_projection_norm
+        self._projection = prepared(body, "per_layer_model_projection")
+        self._scales = body.per_layer_model_projection_scale, body.per_layer_input_scale
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Tokens [N], embeddings [N, hidden] -> [N, layers * numbers of an input]."""
+        projected = (self._projection(hidden) * self._scales[0]).unflatten(1, (-1, len(self._norm.weight)))
+        inputs: Tensor = (self._norm(projected).flatten(1) + self._embed(tokens)) * self._scales[1]
+        return inputs
 
 
 class Decoder:
@@ -60,8 +79,9 @@ class Decoder:
             else layers_of(body.layers, body.norm.weight, config)
         )
         self._kinds, self.embed = layer_kinds(config), body.embed_tokens
+        self._inputs = LayerInputs(body) if getattr(config, "hidden_size_per_layer_input", None) else None
         self._rotaries = {kind.name: RotaryTable(body.rotary_emb, kind.name) for kind in self._kinds}
-        self._groups = config.num_attention_heads // num_kv_heads(config)
+        self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
         self._kind = model.dtype, model.device
@@ -86,58 +106,74 @@ class Decoder:
         kind = StateCache if self.has_states else SlotCache
         return kind(config, num_slots, length, *self._kind, num_spare, self._layers.halves)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """LM head: [N, hidden] -> [N, vocab]."""
+        logits = self.head(hidden)
+        if self._soft_cap is None:
+            return logits
+        return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+
     def __call__(
         self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
         hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
+        inputs = None if self._inputs is None else self._inputs(tokens, hidden)
         tables = {name: rotary.table(cache, hidden) for name, rotary in self._rotaries.items()}
         # On a GPU few tokens run by a CUDA graph; prompts are too wide.
         most = self._layers.most_captured
         if most and len(packing.parts) == 1:
             in_box = partial(self._in_box, tables, tuple(feature_layers))
-            outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0], most)
+            both = hidden if inputs is None else torch.cat([hidden, inputs], dim=-1)
+            outputs = cache.by_graph(in_box, ("target", *feature_layers), both, packing.parts[0], most)
             if outputs is not None:
                 normed, features = outputs
                 return normed, features
 
-        def masks_of(window: int | None) -> list[Mask]:
-            return [Mask(part, part.visible_in(window), self._groups, hidden.dtype) for part in packing.parts]
+        def masks_of(window: int | None, groups: int) -> list[Mask]:
+            return [Mask(part, part.visible_in(window), groups, hidden.dtype) for part in packing.parts]
 
-        return self._run(hidden, tables, packing.positions, cache, masks_of, feature_layers)
+        return self._run(hidden, inputs, tables, packing.positions, cache, masks_of, feature_layers)
 
     def _in_box(
         self,
         tables: Mapping[str, Rotary],
         feature_layers: Sequence[int],
-        hidden: Tensor,
+        both: Tensor,
         box: Box,
         places: BoxPlaces,
         packing: Packing,
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
-        def masks_of(window: int | None) -> list[Mask]:
-            return [Mask(packing, box.visible(places, window), self._groups, hidden.dtype)]
+        def masks_of(window: int | None, groups: int) -> list[Mask]:
+            return [Mask(packing, box.visible(places, window), groups, both.dtype)]
 
-        return self._run(hidden, tables, places.positions, cache, masks_of, feature_layers)
+        hidden, inputs = both, None
+        if self._inputs is not None:
+            width = self.embed.embedding_dim
+            hidden, inputs = both[:, :width].contiguous(), both[:, width:]
+        return self._run(hidden, inputs, tables, places.positions, cache, masks_of, feature_layers)
 
     def _run(
         self,
         hidden: Tensor,
+        inputs: Tensor | None,
         tables: Mapping[str, Rotary],
         positions: Tensor,
         cache: SlotView,
-        masks_of: Callable[[int | None], list[Mask]],
+        masks_of: Callable[[int | None, int], list[Mask]],
         feature_layers: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Run the layers; those of one kind share its rotary embeddings and masks."""
         rotary = {name: table.at(positions) for name, table in tables.items()}
-        masks = {window: masks_of(window) for window in {kind.window for kind in self._kinds}}
+        masks = {kind: masks_of(*kind) for kind in {(kind.window, kind.groups) for kind in self._kinds}}
         rotaries, all_masks = (
             [rotary[kind.name] for kind in self._kinds],
-            [masks[kind.window] for kind in self._kinds],
+            [masks[kind.window, kind.groups] for kind in self._kinds],
         )
-        return self._layers(hidden, rotaries, cache, all_masks, feature_layers)
+        if isinstance(self._layers, HybridLayers):
+            return self._layers(hidden, rotaries, cache, all_masks, feature_layers)
+        return self._layers(hidden, rotaries, cache, all_masks, feature_layers, inputs=inputs)
 
 
 def check_family(model_type: object) -> None:
@@ -155,13 +191,18 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     is_mixture = config.model_type == "qwen3_moe" and window is not None
     default = "sliding_attention" if is_mixture else "full_attention"
     names = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
-    return [LayerKind(name, window if name == "sliding_attention" else None) for name in names]
+    groups = [config.num_attention_heads // heads.num for heads in key_heads(config)]
+    windows = [window if name == "sliding_attention" else None for name in names]
+    return list(map(LayerKind, names, windows, groups))
 
 
 def full_rope(config: Any) -> dict[str, Any]:
-    """Rotary parameters of the layers that see the whole text."""
+    """Rotary parameters of the layers that see the whole text, as a draft may have them."""
     rope = config.rope_parameters or {}
-    return dict(rope.get("full_attention", rope))
+    found = dict(rope.get("full_attention", rope))
+    if found.get("rope_type") == PROPORTIONAL:
+        return {"rope_type": "default", "rope_theta": found["rope_theta"]}
+    return found
 
 
 def check_network(config: Any) -> None:
@@ -169,7 +210,7 @@ def check_network(config: Any) -> None:
     check_family(config.model_type)
     if config.model_type in HYBRIDS:
         _check_hybrid(config)
-    if LayerKind("sliding_attention", None) in layer_kinds(config):
+    if any(kind[:2] == ("sliding_attention", None) for kind in layer_kinds(config)):
         raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -180,14 +221,16 @@ def check_network(config: Any) -> None:
         *((name, (None,)) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
         ("use_bidirectional_attention", (False, None)),
     )
-    names = of_gemma if config.model_type == "gemma3_text" else (("hidden_act", ("silu",)),)
+    of_gemma4 = ("hidden_activation", ("gelu_pytorch_tanh",)), ("use_bidirectional_attention", ("vision", None))
+    names = {"gemma3_text": of_gemma, "gemma4_text": of_gemma4}.get(config.model_type, (("hidden_act", ("silu",)),))
     options: list[tuple[str, Any, Sequence[Any]]] = [
         (name, getattr(config, name), allowed) for name, allowed in names
     ]
     rope = config.rope_parameters or {}
     for parameters in [rope[kind.name] for kind in layer_kinds(config) if kind.name in rope] or [rope]:
-        options.append(("rope_type", parameters.get("rope_type"), ROPE_TYPES))
-        if config.model_type not in HYBRIDS:
+        is_proportional = config.model_type == "gemma4_text" and parameters.get("rope_type") == PROPORTIONAL
+        options.append(("rope_type", parameters.get("rope_type"), (*ROPE_TYPES, *[PROPORTIONAL] * is_proportional)))
+        if config.model_type not in HYBRIDS and not is_proportional:
             options.append(("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), (1.0,)))
     for name, value, supported in options:
         if value not in supported:

@@ -1,10 +1,11 @@
-"""Differences between families in their experts: the layout of the weights, and the activation."""
+"""Differences between families in their experts and routers: layout of the weights, activation, scales."""
 
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.activations import GELUTanh
 
 
 class ExpertForm(NamedTuple):
@@ -16,11 +17,15 @@ class ExpertForm(NamedTuple):
     limit: float = 0.0
     """Bound of gates and ups before the activation; 0 for none."""
     alpha: float = 1.0
+    gelu: bool = False
+    """The activation is GELU (its tanh approximation), not SiLU (Gemma 4)."""
 
     @classmethod
     def of(cls, experts: Any) -> Self:
         """Form of a transformers module of experts."""
-        return cls(True, experts.limit, experts.alpha) if hasattr(experts, "limit") else cls(False)
+        if hasattr(experts, "limit"):
+            return cls(True, experts.limit, experts.alpha)
+        return cls(False, gelu=isinstance(getattr(experts, "act_fn", None), GELUTanh))
 
     def outputs_first(self, weights: Tensor) -> Tensor:
         """Weights as in the module -> a view [..., outputs, inputs]; and back."""
@@ -42,8 +47,33 @@ class ExpertForm(NamedTuple):
         return gates, ups
 
     def gated(self, gates: Tensor, ups: Tensor) -> Tensor:
-        """SwiGLU, or gpt-oss's, clamped and with 1 added to the ups."""
+        """SwiGLU, GeGLU, or gpt-oss's, clamped and with 1 added to the ups."""
         if not self.limit:
-            return functional.silu(gates) * ups
+            return (functional.gelu(gates, approximate="tanh") if self.gelu else functional.silu(gates)) * ups
         gates, ups = gates.clamp(max=self.limit), ups.clamp(-self.limit, self.limit)
         return gates * torch.sigmoid(gates * self.alpha) * (ups + 1)
+
+
+class RouterForm(NamedTuple):
+    """A router: experts with the best scores are chosen, and weighted by a softmax over all scores."""
+
+    weight: Tensor
+    """Of the scores [experts, inputs]."""
+    bias: Tensor | None
+    num_chosen: int
+    is_normed: bool
+    """Weights of the chosen experts are divided by their sum."""
+    norm: Tensor | None = None
+    """Norm weights [inputs] of the input; None if it is normed already."""
+    scales: Tensor | None = None
+    """Factors [experts] of the weights, in float32 (Gemma 4); None if there are none."""
+
+    @classmethod
+    def of(cls, router: Any) -> Self:
+        """Form of a transformers router."""
+        if hasattr(router, "per_expert_scale"):
+            norm = (router.scale * router.scalar_root_size).detach()
+            scales = router.per_expert_scale.detach().float()
+            return cls(router.proj.weight.detach(), None, router.config.top_k_experts, True, norm, scales)
+        is_normed = getattr(router, "norm_topk_prob", True)  # only Qwen3-MoE has the choice
+        return cls(router.weight.detach(), getattr(router, "bias", None), router.top_k, is_normed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.models.expert_form import ExpertForm
+from blockpilot.models.expert_form import ExpertForm, RouterForm
 from blockpilot.models.graphs import MOST_TOKENS
 from blockpilot.models.kernels import prepared_experts, router_of
 
@@ -25,26 +25,30 @@ class Mixture:
         self.prepared = prepared_experts(block)
         """The experts in C, in place of the block's own; None without C."""
         self._router, self._experts = router_of(block), block.experts
-        router = self._router.weight
+        form = RouterForm.of(self._router)
+        router = form.weight
         self._indices, self._most_copied = torch.arange(len(router), device=router.device), 0
         if self.prepared is None:
             self._form = ExpertForm.of(block.experts)
             if not _has_grouped_kernel(router):
                 of_expert = sum(weight[0].nbytes for weight in (block.experts.gate_up_proj, block.experts.down_proj))
-                self._most_copied = max(1, MOST_COPIED // (self._router.top_k * of_expert))
+                self._most_copied = max(1, MOST_COPIED // (form.num_chosen * of_expert))
         self.most_captured = min(self._most_copied or MOST_TOKENS, MOST_TOKENS)
         """Maximum number of tokens of a CUDA graph."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Sum of the chosen experts' outputs by their weights, [N, hidden] -> [N, hidden]."""
-        _, weights, ids = self._router(x)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Sum of the chosen experts' outputs by their weights, [N, hidden] -> [N, hidden].
+
+        routed: input of the router, by default `x`.
+        """
+        _, weights, ids = self._router(x if routed is None else routed)
         if self.prepared is not None:
             mixed: Tensor = self.prepared(x, ids, weights)
             return mixed
         run = self._by_copies if len(x) <= self._most_copied else self._by_groups
         outputs = run(x, ids.flatten(), ids.shape[1])
         # Outputs of a token's experts are side by side: their weighted sum is one small product.
-        return torch.bmm(weights[:, None], outputs.unflatten(0, ids.shape))[:, 0]
+        return torch.bmm(weights[:, None].to(x.dtype), outputs.unflatten(0, ids.shape))[:, 0]
 
     def _by_groups(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
         """Outputs [N * k, hidden] of the experts ids [N * k] for tokens x [N, hidden], k experts each."""

@@ -88,9 +88,12 @@ class HybridLayers:
         return len(self._layers)
 
     @property
-    def halves(self) -> Padding:
-        """Padding of the halves of a head in the cache of these layers."""
-        return Padding(self._dim // 2, self._dim // 2)
+    def halves(self) -> list[Padding]:
+        """Padding of the halves of each attention layer's heads in the cache."""
+        return self._of_attention(Padding(self._dim // 2, self._dim // 2))
+
+    def _of_attention(self, halves: Padding) -> list[Padding]:
+        return [halves for layer in self._layers if layer.attention is not None]
 
     def __call__(
         self,

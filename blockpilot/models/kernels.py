@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.models.expert_form import ExpertForm
+from blockpilot.models.expert_form import ExpertForm, RouterForm
 from blockpilot.native.products import NativeProduct, Padding, native_product
 
 MAPS = Path("/proc/self/maps")  # Linux
@@ -133,13 +133,11 @@ class PreparedExperts(nn.Module):
     """Replacement of a mixture's experts: the products of every expert, and of the router."""
 
     def __init__(
-        self, products: Sequence["ExpertProducts"], scores: NativeProduct, form: ExpertForm, router: Any
+        self, products: Sequence["ExpertProducts"], scores: NativeProduct, form: ExpertForm, router: RouterForm
     ) -> None:
         super().__init__()
-        self.products, self.router, self.form = products, scores, form
-        """router: scores of all experts."""
-        self.num_chosen: int = router.top_k
-        self.is_normed: bool = getattr(router, "norm_topk_prob", True)  # only Qwen3-MoE has the choice
+        self.products, self.scores, self.form, self.router = products, scores, form, router
+        """scores: of all experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Hidden states [N, hidden], and the experts [N, k] of each token with weights [N, k] -> [N, hidden]."""
@@ -173,10 +171,10 @@ class ExpertProducts(NamedTuple):
 
 def prepared_experts(mixture: Any) -> PreparedExperts | None:
     """Experts in C of a transformers mixture, made once, in place of its own weights; None without C."""
-    experts, router = mixture.experts, router_of(mixture)
+    experts, router = mixture.experts, RouterForm.of(router_of(mixture))
     if isinstance(experts, PreparedExperts):
         return experts
-    scores = native_product(router.weight.detach(), getattr(router, "bias", None))
+    scores = native_product(router.weight, router.bias)
     if scores is None:
         return None
     form, no_biases = ExpertForm.of(experts), [None] * len(experts.gate_up_proj)

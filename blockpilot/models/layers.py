@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
+from blockpilot.models.expert_form import RouterForm
 from blockpilot.models.experts import Mixture
 from blockpilot.models.graphs import MOST_TOKENS
 from blockpilot.models.kernels import Product, prepared
@@ -97,33 +98,73 @@ class LayerForm(NamedTuple):
     eps: float
     scale: float
     """Scale of attention scores."""
+    offset: float
+    """Added to norm weights: 1 in Gemma 3."""
     gelu: bool
     """MLPs' gates are GELU (its tanh approximation), not SiLU."""
-    from_one: bool
-    """Norm weights are added to 1, and products with them are in float32 (Gemma)."""
+    in_float: bool
+    """Products with norm weights are in float32 (Gemma)."""
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        is_gemma = config.model_type == "gemma3_text"
-        width = config.query_pre_attn_scalar if is_gemma else head_dim(config)
-        return cls(config.rms_norm_eps, width**-0.5, is_gemma, is_gemma)
+        if config.model_type == "gemma3_text":
+            return cls(config.rms_norm_eps, config.query_pre_attn_scalar**-0.5, 1.0, gelu=True, in_float=True)
+        if config.model_type == "gemma4_text":
+            return cls(config.rms_norm_eps, 1.0, 0.0, gelu=True, in_float=True)
+        return cls(config.rms_norm_eps, head_dim(config) ** -0.5, 0.0, gelu=False, in_float=False)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of [N, hidden]."""
-        if self.from_one:
-            return self._by_weights_from_one(x, weight)
+        if self.in_float:
+            return self._in_float(x, weight)
         return functional.rms_norm(x, x.shape[-1:], weight, self.eps)
 
     def norm_heads(self, heads: Tensor, weights: Tensor) -> None:
         """RMSNorm of heads [N, heads, head_dim], in place, by weights [heads, head_dim]."""
-        if self.from_one:
-            heads.copy_(self._by_weights_from_one(heads, weights))
+        if self.in_float:
+            heads.copy_(self._in_float(heads, weights))
         else:
             torch.mul(functional.rms_norm(heads, heads.shape[-1:], eps=self.eps), weights, out=heads)
 
-    def _by_weights_from_one(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _in_float(self, x: Tensor, weight: Tensor) -> Tensor:
         normed = functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return normed.mul_(1 + weight.float()).to(x.dtype)
+        return normed.mul_(self.offset + weight.float()).to(x.dtype)
+
+
+class BesideNorms(NamedTuple):
+    """Norm weights [hidden] where experts are beside an MLP (Gemma 4)."""
+
+    before: Tensor
+    """Of the experts' input."""
+    of_router: Tensor
+    of_experts: Tensor
+    """Of the experts' output."""
+    of_mlp: Tensor
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        norm = RouterForm.of(module.router).norm
+        assert norm is not None
+        names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1"
+        before, of_experts, of_mlp = (_copied(getattr(module, name)) for name in names)
+        return cls(before, norm, of_experts, of_mlp)
+
+
+class InputWeights(NamedTuple):
+    """Weights of what a layer adds at its end, from an input of its own for every token (Gemma 4's small ones)."""
+
+    gate: Product
+    projection: Product
+    norm: Tensor
+    """Of the output, [hidden]."""
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        inputs = Padding.to_multiple(module.per_layer_projection.in_features)
+        hidden = Padding.to_multiple(module.per_layer_projection.out_features)
+        gate = prepared(module, "per_layer_input_gate", outputs=inputs)
+        projection = prepared(module, "per_layer_projection", inputs=inputs, outputs=hidden)
+        return cls(gate, projection, _copied(module.post_per_layer_input_norm))
 
 
 class LayerWeights:
@@ -139,30 +180,54 @@ class LayerWeights:
         self.of_attended = _copied(own) if has_more else None
         self.of_mlp = _copied(module.post_feedforward_layernorm) if has_more else None
         """Norm weights [hidden] of what attention and the MLP add; None if it is added as it is."""
-        self.head_norms = _head_norms(module.self_attn, config)
+        attention, self.dim = module.self_attn, head_dim(config)
+        self.num_queries, self.num_kv = config.num_attention_heads, num_kv_heads(config)
+        self.head_norms = _head_norms(attention, config)
         """Norm weights of queries and keys [query and key heads, head_dim]; None if the model has none."""
-        sinks = getattr(module.self_attn, "sinks", None)
+        self.norms_values = hasattr(attention, "v_norm")
+        """Values are normed, without weights (Gemma 4)."""
+        scalar = getattr(module, "layer_scalar", None)
+        self.scalar = 1.0 if scalar is None else float(scalar)
+        """Factor of the layer's output (Gemma 4)."""
+        sinks = getattr(attention, "sinks", None)
         self.sinks: Tensor | None = None if sinks is None else sinks.detach().clone()
         """Scores [query heads] that take attention from all columns (gpt-oss); None if the model has none."""
         heads, hidden = half_heads(config), Padding.to_multiple(config.hidden_size)
-        self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj", outputs=heads)
-        self.out = prepared(module.self_attn, "o_proj", inputs=heads, outputs=hidden)
+        self.halves = heads
+        """Padding of the halves of a head in C."""
+        names = [name for name in ("q_proj", "k_proj", "v_proj") if getattr(attention, name, None) is not None]
+        self.qkv = prepared(attention, *names, outputs=heads)
+        """Queries, then keys, then values; without values if the keys, before their norm, are the values; or queries
+        alone if the keys are those of an earlier layer."""
+        self.num_made = (len(names) - 1) * self.num_kv
+        """Heads of keys and values in `qkv`."""
+        self.out = prepared(attention, "o_proj", inputs=heads, outputs=hidden)
         self.gate_up: Product | None = None
         self.down: Product | None = None
         self.mixture: Mixture | None = None
-        """Replaces gate_up and down if the layer is a mixture of experts."""
+        """Replaces gate_up and down if the layer is a mixture of experts, or is beside them if there are norms
+        `beside`."""
+        self.beside = BesideNorms.of(module) if hasattr(module, "router") else None
         if hasattr(module.mlp, "gate_proj"):
             inner = Padding.to_multiple(module.mlp.gate_proj.out_features)
             self.gate_up = prepared(module.mlp, "gate_proj", "up_proj", outputs=inner)
             self.down = prepared(module.mlp, "down_proj", inputs=inner, outputs=hidden)
         else:
             self.mixture = Mixture(module.mlp)
+        if self.beside is not None:
+            self.mixture = Mixture(module)
+        self.inputs = InputWeights.of(module) if hasattr(module, "per_layer_input_gate") else None
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers of the layer's own input for a token."""
+        return 0 if self.inputs is None else self.inputs.gate.sizes[0]
 
     def mlp(self, x: Tensor) -> Tensor:
         """SwiGLU, GeGLU, or a mixture of experts: [N, hidden] -> [N, hidden]."""
-        if self.mixture is not None:
+        if self.gate_up is None:
+            assert self.mixture is not None
             return self.mixture(x)
-        assert self.gate_up is not None
         assert self.down is not None
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if self.form.gelu else functional.silu(gate)
@@ -182,10 +247,9 @@ def half_heads(config: PretrainedConfig) -> Padding:
 def _head_norms(attention: Any, config: Any) -> Tensor | None:
     if not hasattr(attention, "q_norm"):
         return None
-    weights = (
-        attention.q_norm.weight.expand(config.num_attention_heads, -1),
-        attention.k_norm.weight.expand(num_kv_heads(config), -1),
-    )
+    weights = [attention.q_norm.weight.expand(config.num_attention_heads, -1)]
+    if hasattr(attention, "k_norm"):
+        weights.append(attention.k_norm.weight.expand(num_kv_heads(config), -1))
     return torch.cat(weights).detach()
 
 
@@ -194,7 +258,7 @@ class DecoderLayers:
 
     def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, config: PretrainedConfig) -> None:
         self._layers, self._norm = layers, norm.detach().clone()
-        self._dim, self._form = head_dim(config), LayerForm.of(config)
+        self._form = LayerForm.of(config)
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         self.most_captured = min((mixture.most_captured for mixture in mixtures), default=MOST_TOKENS)
         if mixtures and norm.is_cuda:
@@ -205,9 +269,9 @@ class DecoderLayers:
         return len(self._layers)
 
     @property
-    def halves(self) -> Padding:
-        """Padding of the halves of a head in the cache of these layers."""
-        return Padding(self._dim // 2, self._dim // 2)
+    def halves(self) -> list[Padding]:
+        """Padding of the halves of each layer's heads in the cache."""
+        return [Padding(layer.dim // 2, layer.dim // 2) for layer in self._layers]
 
     def __call__(
         self,
@@ -217,23 +281,33 @@ class DecoderLayers:
         masks: Sequence[Sequence[Mask]],
         feature_layers: Sequence[int],
         first_input: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers on hidden states [N, hidden], in place, each by its rotary embeddings [layers] and masks
         [layers], those of the packing's parts.
 
-        first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. Returns the
-        final hidden states [N, hidden], normed, and the features after F `feature_layers`, [N, F * hidden].
+        first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. inputs [N,
+        layers * P]: of layers that have `InputWeights`. Returns the final hidden states [N, hidden], normed, and the
+        features after F `feature_layers`, [N, F * hidden].
         """
-        delta, after = None, dict[int, Tensor]()
+        delta, scalar, after = None, 1.0, dict[int, Tensor]()
         # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
         for i, layer in enumerate(self._layers):
             x = first_input if i == 0 else None
-            x = self._add_norm(hidden, delta, layer.before) if x is None else x
+            x = self._add_norm(hidden, delta, layer.before, scalar) if x is None else x
             attended = self._normed(self._attend(i, x, rotaries[i], cache, masks[i]), layer.of_attended)
-            delta = self._normed(layer.mlp(self._add_norm(hidden, attended, layer.after)), layer.of_mlp)
+            delta = layer.mlp(self._add_norm(hidden, attended, layer.after))
+            if layer.beside is not None:
+                delta = self._with_experts(layer, hidden, delta, layer.beside)
+            delta = self._normed(delta, layer.of_mlp)
+            if layer.inputs is not None and inputs is not None:
+                gate = functional.gelu(layer.inputs.gate(hidden.add_(delta)), approximate="tanh")
+                own = inputs.unflatten(1, (len(self._layers), -1))[:, i]
+                delta = self._norm_of(layer.inputs.projection(gate * own), layer.inputs.norm)
+            scalar = layer.scalar
             if i in feature_layers:
-                after[i] = hidden + delta
-        normed = self._add_norm(hidden, delta, self._norm)
+                after[i] = _scaled(hidden + delta, scalar)
+        normed = self._add_norm(hidden, delta, self._norm, scalar)
         after[len(self._layers) - 1] = normed  # transformers norms the last layer's output, too
         if not feature_layers:
             return normed, hidden.new_empty(len(hidden), 0)
@@ -251,22 +325,36 @@ class DecoderLayers:
 
     def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store a layer's keys and values of normed states [N, hidden]; returns the queries [N, heads, head_dim]."""
-        layer, num_kv = self._layers[index], cache.num_heads
-        heads = layer.qkv(x).view(len(x), -1, self._dim)  # queries, then keys, then values
+        layer = self._layers[index]
+        num, num_kv = layer.num_queries, layer.num_kv
+        heads = layer.qkv(x).view(len(x), -1, layer.dim)  # queries, then keys, then values
         # Queries and keys are normed and rotated together, in place: they are views of one product's output.
-        rotated, keys_values = heads[:, :-num_kv], heads[:, -2 * num_kv :]
+        rotated, values = heads[:, : num + num_kv], None  # without keys these are the queries
+        if layer.norms_values:
+            values = functional.rms_norm(heads[:, -num_kv:].float(), (layer.dim,), eps=self._form.eps).to(x.dtype)
         if layer.head_norms is not None:
             self._form.norm_heads(rotated, layer.head_norms)
         # x * cos + swapped halves of x * sin, of which the first half is negated in the table.
-        torch.addcmul(rotated * rotary.cosines, rotated.roll(self._dim // 2, -1), rotary.sines, out=rotated)
-        cache.store(keys_values.unflatten(1, (2, num_kv)), index)
-        return heads[:, : -2 * num_kv]
+        torch.addcmul(rotated * rotary.cosines, rotated.roll(layer.dim // 2, -1), rotary.sines, out=rotated)
+        if not layer.num_made:
+            return heads
+        if values is None:
+            cache.store(heads[:, num:].unflatten(1, (2, num_kv)), index)
+        else:
+            cache.store(torch.stack([heads[:, num : num + num_kv], values], dim=1), index)
+        return heads[:, :num]
 
-    def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `delta` to `hidden`, both [N, hidden], in place; returns the sum's RMSNorm."""
+    def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, scalar: float = 1.0) -> Tensor:
+        """Add `delta` to `hidden`, both [N, hidden], and multiply by `scalar`, in place; returns the RMSNorm."""
         if delta is not None:
-            hidden.add_(delta)
+            _scaled(hidden.add_(delta), scalar)
         return self._norm_of(hidden, weight)
+
+    def _with_experts(self, layer: LayerWeights, hidden: Tensor, delta: Tensor, norms: BesideNorms) -> Tensor:
+        """Sum of an MLP's output and that of the experts beside it, for hidden states [N, hidden], each normed."""
+        assert layer.mixture is not None
+        mixed = layer.mixture(self._norm_of(hidden, norms.before), hidden)
+        return self._norm_of(delta, norms.of_mlp) + self._norm_of(mixed, norms.of_experts)
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
         """Output of a sublayer [N, hidden], normed if there are weights for it."""
@@ -274,6 +362,10 @@ class DecoderLayers:
 
     def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self._form.norm(hidden, weight)
+
+
+def _scaled(hidden: Tensor, scalar: float) -> Tensor:
+    return hidden if scalar == 1 else hidden.mul_(scalar)
 
 
 def attend_parts(

@@ -18,9 +18,10 @@ class ExpertsStruct(Structure):
 
     _fields_ = (
         *fields(c_long, "num", "chosen", "inner"),
-        ("normed", c_int),
+        *fields(c_int, "normed", "gelu"),
         *fields(c_float, "limit", "alpha"),
         ("router", Linear),
+        ("scales", c_void_p),
         *fields(POINTER(Linear), "gate_up", "down"),
     )
 
@@ -48,9 +49,10 @@ class NativeExperts:
         gate_up, down = (Linear * num)(), (Linear * num)()
         for i, (gate_up_product, down_product) in enumerate(experts.products):
             gate_up[i], down[i] = gate_up_product.linear, down_product.linear
-        sizes = num, experts.num_chosen, down[0].inputs, experts.is_normed
-        form = experts.form
-        self.struct = ExpertsStruct(*sizes, form.limit, form.alpha, experts.router.linear, gate_up, down)
+        form, self._router = experts.form, experts.router
+        sizes = num, self._router.num_chosen, down[0].inputs, self._router.is_normed, form.gelu
+        scales = None if self._router.scales is None else self._router.scales.data_ptr()
+        self.struct = ExpertsStruct(*sizes, form.limit, form.alpha, experts.scores.linear, scales, gate_up, down)
 
 
 class RoomOfExperts:

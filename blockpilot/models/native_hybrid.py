@@ -122,8 +122,8 @@ class NativeHybridLayers(HybridLayers):
         self._mixtures = NativeMixtures(library, mixtures, config.hidden_size)
 
     @property
-    def halves(self) -> Padding:
-        return self._halves
+    def halves(self) -> list[Padding]:
+        return self._of_attention(self._halves)
 
     def _net(self, net: DeltaNetWeights) -> _NetStruct:
         shape = net.shape

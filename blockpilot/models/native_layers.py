@@ -6,14 +6,14 @@ to multiples of C's vectors. Without a compiler or an x86-64 CPU with AVX2, torc
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p, pointer
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int, c_long, c_void_p, pointer
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from blockpilot.models.cache import SlotView, num_kv_heads
+from blockpilot.models.cache import SlotView, layer_config, num_kv_heads
 from blockpilot.models.kernels import Product
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, half_heads
 from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
@@ -25,7 +25,7 @@ QUERIES = 16  # as in layers.c
 
 def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:
     """Layers of a model and the norm after them: in C if possible, else by torch."""
-    layers = [LayerWeights(module, config) for module in modules]
+    layers = [LayerWeights(module, layer_config(config, i)) for i, module in enumerate(modules)]
     library = library_for(norm.dtype, norm.device)
     if library is None or not all(_is_packed(layer) for layer in layers):
         return DecoderLayers(layers, norm, config)
@@ -33,25 +33,36 @@ def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) ->
 
 
 def _is_packed(layer: LayerWeights) -> bool:
-    if layer.mixture is not None and layer.mixture.prepared is not None:
-        return layer.qkv.is_packed and layer.out.is_packed
+    if layer.mixture is not None and layer.mixture.prepared is None:
+        return False
     products = layer.qkv, layer.out, layer.gate_up, layer.down
-    return all(product is not None and product.is_packed for product in products)
+    return all(product.is_packed for product in products if product is not None)
+
+
+class _BesideStruct(Structure):
+    _fields_ = fields(c_void_p, "before", "of_router", "of_experts", "of_mlp")
+
+
+class _LayerInputStruct(Structure):
+    _fields_ = (*fields(Linear, "gate", "projection"), ("norm", c_void_p))
 
 
 class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
+        ("beside", POINTER(_BesideStruct)),
+        ("inputs", POINTER(_LayerInputStruct)),
         *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
+        ("scalar", c_float),
     )
 
 
 class _ShapeStruct(Structure):
     _fields_ = (
-        *fields(c_long, "layers", "hidden", "queries", "kv", "dim", "inner", "own_hidden", "own_dim"),
-        *fields(c_float, "eps", "scale"),
-        *fields(c_int, "gelu", "from_one"),
+        *fields(c_long, "hidden", "queries", "kv", "made", "dim", "inner", "own_hidden", "own_dim"),
+        *fields(c_float, "eps", "scale", "offset"),
+        *fields(c_int, "gelu", "in_float", "norms_values"),
     )
 
 
@@ -62,7 +73,7 @@ class _RotaryStruct(Structure):
 class _TokensStruct(Structure):
     _fields_ = (
         ("num", c_long),
-        ("cache", c_void_p),
+        ("caches", c_void_p),
         *fields(c_long, "slots", "length"),
         *fields(c_void_p, "own_slots", "own_columns"),
     )
@@ -81,40 +92,58 @@ class NativeLayers(DecoderLayers):
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: Tensor, config: Any) -> None:
         super().__init__(layers, norm, config)
         self._run, self._project = _declared(library)
-        self._halves, self._widths = half_heads(config), Padding.to_multiple(config.hidden_size)
+        self._widths = Padding.to_multiple(config.hidden_size)
         self._norm = self._widths.pad(self._norm)
         # C reads weights by address: these attributes keep the tensors that structs point to.
         self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
-        self._structs = (_LayerStruct * len(layers))()
+        self._pointers = list[Any]()
+        self._structs, self._shapes = (_LayerStruct * len(layers))(), (_ShapeStruct * len(layers))()
         for i, layer in enumerate(layers):
             experts = None if layer.mixture is None else layer.mixture.prepared
             self._experts.append(None if experts is None else NativeExperts(experts))
             self._weights.append(self._norms_of(layer))
             self._structs[i] = self._struct(layer, self._weights[i], self._experts[i])
-        # One buffer serves all layers: as wide as the widest MLP or expert.
-        heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * self._halves.padded
-        inner = max(struct.down.inputs for struct in self._structs)
-        sizes = self._widths.padded, *heads, dim, inner, self._widths.size, self._dim
-        self._shape = _ShapeStruct(len(layers), *sizes, *self._form)
+            heads = layer.num_queries, layer.num_kv, layer.num_made
+            sizes = *heads, 2 * layer.halves.padded, self._structs[i].down.inputs
+            own = self._widths.size, layer.dim
+            self._shapes[i] = _ShapeStruct(self._widths.padded, *sizes, *own, *self._form, layer.norms_values)
+        # One buffer serves all layers: as wide as the widest layer, or expert.
+        all_heads = max((shape.queries + shape.made) * shape.dim for shape in self._shapes)
+        attended = max(shape.queries * shape.dim for shape in self._shapes)
+        self._inputs = Padding.to_multiple(max(layer.num_inputs for layer in layers))
+        inner = max(self._inputs.padded, *(shape.inner for shape in self._shapes))
+        routed = self._widths.padded * any(layer.beside is not None for layer in layers)
+        self._buffers = all_heads, attended, self._widths.padded, 2 * inner, inner, routed
 
     @property
-    def halves(self) -> Padding:
-        return self._halves
+    def halves(self) -> list[Padding]:
+        return [layer.halves for layer in self._layers]
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
-        """Weights of a layer's norms, padded, and its sinks."""
+        """Weights of a layer's norms, padded, its sinks, and the norms of its input and of experts beside an MLP."""
         before, after, of_attended, of_mlp = (
             None if norm is None else self._widths.pad(norm)
             for norm in (layer.before, layer.after, layer.of_attended, layer.of_mlp)
         )
-        head_norms = None if layer.head_norms is None else self._halves.pad(layer.head_norms)
-        return [before, after, head_norms, of_attended, of_mlp, layer.sinks]
+        head_norms = None if layer.head_norms is None else layer.halves.pad(layer.head_norms)
+        beside = [] if layer.beside is None else map(self._widths.pad, layer.beside)
+        of_input = None if layer.inputs is None else self._widths.pad(layer.inputs.norm)
+        return [before, after, head_norms, of_attended, of_mlp, layer.sinks, of_input, *beside]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
     ) -> _LayerStruct:
         products = map(_packed, (layer.qkv, layer.out, layer.gate_up, layer.down))
-        return _LayerStruct(*products, None if experts is None else pointer(experts.struct), *map(_address, norms))
+        of_experts = None if experts is None else pointer(experts.struct)
+        addresses = list(map(_address, norms))
+        first, of_input, of_beside = addresses[:6], addresses[6], addresses[7:]
+        beside = None if layer.beside is None else pointer(_BesideStruct(*of_beside))
+        inputs = None
+        if layer.inputs is not None:
+            of_inputs = map(_packed, (layer.inputs.gate, layer.inputs.projection))
+            inputs = pointer(_LayerInputStruct(*of_inputs, of_input))
+        self._pointers += [beside, inputs]
+        return _LayerStruct(*products, of_experts, beside, inputs, *first, layer.scalar)
 
     def __call__(
         self,
@@ -124,21 +153,21 @@ class NativeLayers(DecoderLayers):
         masks: Sequence[Sequence[Mask]],
         feature_layers: Sequence[int],
         first_input: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # 1. Inputs, padded to multiples of C's vectors.
         if first_input is not None:
             first_input = Padding.to_multiple(first_input.shape[1]).pad(first_input).contiguous()
+        inputs = None if inputs is None else self._inputs.pad(inputs).contiguous()
         padded = self._widths.pad(hidden)
         assert padded.is_contiguous()
-        shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
+        num, threads = len(hidden), torch.get_num_threads()
         # 2. Indices in the cache, and masks: layers with the same masks share their structs.
-        structs = _PassStructs(cache, self._halves)
+        structs = _PassStructs(cache)
         tokens, parts = structs.tokens(num), list(map(structs.parts, masks))
-        turns = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries))
-        # 3. Buffers: queries, keys and values; attention; sublayer output; gate and up; their product.
-        attended, normed = shape.queries * shape.dim, padded.new_empty(num, shape.hidden)
-        heads = attended + 2 * shape.kv * shape.dim
-        widths = heads, attended, shape.hidden, 2 * shape.inner, shape.inner
+        turns = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries, self.halves))
+        # 3. Buffers: queries, keys, values; attention; sublayer output; gate and up; their product; router's input.
+        normed, widths = padded.new_empty(num, self._widths.padded), self._buffers
         buffers = padded.new_empty(num * sum(widths))
         addresses = [buffers.data_ptr() + buffers.itemsize * num * sum(widths[:i]) for i in range(len(widths))]
         room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one more
@@ -147,13 +176,13 @@ class NativeLayers(DecoderLayers):
         expert_room = RoomOfExperts(experts, padded, threads) if experts else None
         # 4. The second output: features after the layers in `feature_layers`.
         num_features = len(feature_layers)
-        features = padded.new_empty(num, num_features * shape.hidden)
+        features = padded.new_empty(num, num_features * self._widths.padded)
         layers = (c_long * num_features)(*feature_layers)
         structs.check(
             self._run(
-                *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens), turns),
+                *(len(parts), self._shapes, self._structs, self._norm.data_ptr(), byref(tokens), turns),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
-                *(*map(_address, (first_input, padded, normed)), *addresses, scores.data_ptr()),
+                *(*map(_address, (first_input, inputs, padded, normed)), *addresses, scores.data_ptr()),
                 *(
                     room,
                     expert_room and byref(expert_room.struct),
@@ -172,10 +201,10 @@ class NativeLayers(DecoderLayers):
         # Keys and values only: C skips the rows of the product that make queries.
         x = self._widths.pad(x)
         assert x.is_contiguous()
-        structs = _PassStructs(cache, self._halves)
-        heads = x.new_empty(len(x), 2 * self._shape.kv * self._shape.dim)
-        tokens, turn = structs.tokens(len(x)), structs.rotary(rotary)
-        pointers = byref(self._shape), self._structs, byref(tokens), byref(turn)
+        structs = _PassStructs(cache)
+        heads = x.new_empty(len(x), self._buffers[0])
+        tokens, turn = structs.tokens(len(x)), structs.rotary(rotary, self._layers[0].halves)
+        pointers = len(self._structs), self._shapes, self._structs, byref(tokens), byref(turn)
         structs.check(self._project(*pointers, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
 
 
@@ -192,17 +221,18 @@ class NativeAttention:
         self._attend.restype = c_int
         padded = half_heads(config).padded
         self._halves = Padding(padded, padded)  # of heads that are padded already
-        heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * padded
+        heads, kv = config.num_attention_heads, num_kv_heads(config)
         own = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
-        self._shape = _ShapeStruct(0, 0, *heads, dim, 0, 0, *own)
+        self._shape = _ShapeStruct(0, heads, kv, 2 * kv, 2 * padded, 0, 0, *own)
 
     def begin(self, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Callable[[int, Tensor], Tensor]:
         """Attention of a pass: layer in the cache, heads [N, queries + 2 * kv, padded] -> [N, queries, padded].
 
         Heads are normed and, like `rotary`, padded. They are rotated in place; keys and values are stored first.
         """
-        structs, shape = _PassStructs(cache, self._halves), self._shape
-        tokens, turn, parts = structs.tokens(len(rotary.cosines)), structs.rotary(rotary), structs.parts(masks)
+        structs, shape = _PassStructs(cache), self._shape
+        tokens, turn = structs.tokens(len(rotary.cosines)), structs.rotary(rotary, self._halves)
+        parts = structs.parts(masks)
         room = 1 + max(mask.packing.length for mask in masks)
         threads = torch.get_num_threads()
         scores = torch.empty(threads * 2 * QUERIES * room)
@@ -220,26 +250,26 @@ class NativeAttention:
 class _PassStructs:
     """Structs of a pass, and the tensors that they point to."""
 
-    def __init__(self, cache: SlotView, halves: Padding) -> None:
-        self._cache, self._halves = cache, halves
-        _, _, self._num_slots, _, self._length, _ = cache.layers.shape
+    def __init__(self, cache: SlotView) -> None:
+        self._cache, self._num_slots, self._length = cache, cache.cache.num_slots, cache.num_columns
         self._pointed: list[Tensor] = []
         self._parts: dict[int, Any] = {}
         self._rotaries: dict[int, _RotaryStruct] = {}
         self._num = 0
 
     def tokens(self, num: int) -> _TokensStruct:
-        layers, (slots, columns) = self._cache.layers, self._cache.token_indices
+        layers, (slots, columns) = self._cache.cache.of_layer, self._cache.token_indices
         assert num == len(slots) == len(columns)
         self._num, size = num, (self._num_slots, self._length)
-        return _TokensStruct(num, layers.data_ptr(), *size, *map(self._pointer, (slots, columns)))
+        self._caches = (c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
+        return _TokensStruct(num, addressof(self._caches), *size, *map(self._pointer, (slots, columns)))
 
-    def rotary(self, rotary: Rotary) -> _RotaryStruct:
+    def rotary(self, rotary: Rotary, halves: Padding) -> _RotaryStruct:
         """Struct of a layer's rotary embeddings, shared by layers with the same."""
         key = id(rotary)
         if key not in self._rotaries:
             assert len(rotary.cosines) == len(rotary.sines) == self._num
-            self._rotaries[key] = _RotaryStruct(*(self._pointer(self._halves.pad(table)) for table in rotary))
+            self._rotaries[key] = _RotaryStruct(*(self._pointer(halves.pad(table)) for table in rotary))
         return self._rotaries[key]
 
     def parts(self, masks: Sequence[Mask]) -> Any:
@@ -290,8 +320,8 @@ def _packed(product: Product | None) -> Linear:
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
-    buffers = (c_void_p,) * 9  # first input, hidden, and buffers
-    structs = POINTER(_ShapeStruct), POINTER(_LayerStruct)
+    buffers = (c_void_p,) * 11  # first input, inputs of layers, hidden, and buffers
+    structs = c_long, POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), POINTER(_RotaryStruct)),
         *(c_long, POINTER(POINTER(_PartStruct)), *buffers),

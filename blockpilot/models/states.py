@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from blockpilot.models.cache import SlotCache
+from blockpilot.models.cache import KeyHeads, SlotCache, key_heads
 from blockpilot.native.products import Padding
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -56,7 +56,7 @@ class StateCache(SlotCache):
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
-        halves: Padding | None = None,
+        halves: Sequence[Padding] | None = None,
     ) -> None:
         super().__init__(config, num_slots, length, dtype, device, num_spare, halves)
         shape, slots = StateShape.of(config), (config.layer_types.count(LINEAR), num_slots)
@@ -69,8 +69,8 @@ class StateCache(SlotCache):
         """Function of the last pass, if its blocks had more tokens than their anchors."""
 
     @staticmethod
-    def num_key_layers(config: Any) -> int:
-        return int(config.layer_types.count(FULL))
+    def key_heads(config: Any) -> Sequence[KeyHeads]:
+        return key_heads(config)[: config.layer_types.count(FULL)]
 
     @property
     def num_bytes(self) -> int:

@@ -75,4 +75,4 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: [N, hidden] -> [N, vocab]."""
-        return self._decoder.head(hidden)
+        return self._decoder.logits(hidden)

@@ -1,4 +1,4 @@
-/* SwiGLU and GeGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE, Qwen3.5 and gpt-oss.
+/* SwiGLU and GeGLU, and mixtures of experts, as in Qwen3-MoE, Qwen3.5, gpt-oss and Gemma 4.
  *
  * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, whatever the
  * other rows choose. Each expert multiplies all of its rows at once.
@@ -17,13 +17,11 @@ void swiglu(long rows, long inner, const stored *gate_up, stored *out)
 
 void geglu(long rows, long inner, const stored *gate_up, stored *out)
 {
-    const float twice = 1.59576912f; /* 2 * sqrt(2 / pi); (1 + tanh(x)) / 2 is the logistic function of 2 * x */
 #pragma omp for
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < inner; i += LANES) {
             lanes gate = load(gate_up + row * 2 * inner + i), up = load(gate_up + (row * 2 + 1) * inner + i);
-            lanes gelu = by_logistic(gate, twice * fused(gate * gate * gate, (lanes){0} + 0.044715f, gate));
-            store(rounded(gelu) * up, out + row * inner + i);
+            store(rounded(gelu(gate)) * up, out + row * inner + i);
         }
 }
 
@@ -67,7 +65,7 @@ static void route(const struct experts *experts, const stored *scores, int64_t *
     }
     for (long i = 0; i < experts->chosen; i++) {
         lanes weight = (lanes){0} + (experts->normed ? weights[i] / of_chosen : weights[i]);
-        weights[i] = rounded(weight)[0];
+        weights[i] = experts->scales ? weight[0] * experts->scales[ids[i]] : rounded(weight)[0];
     }
 }
 
@@ -95,13 +93,13 @@ static void order(const struct experts *experts, long pairs, long hidden, const 
     share_out(experts->down, active, threads, room->shares + 2 * threads);
 }
 
-void mix(const struct experts *experts, long rows, long hidden, const stored *x, const struct room_of_experts *room,
-         stored *out, long threads)
+void mix(const struct experts *experts, long rows, long hidden, const stored *x, const stored *routed,
+         const struct room_of_experts *room, stored *out, long threads)
 {
     long num = experts->num, chosen = experts->chosen, pairs = rows * chosen;
 #pragma omp single
     share_out(&experts->router, 1, threads, room->shares);
-    multiply(&experts->router, rows, x, room->scores, room->shares, threads);
+    multiply(&experts->router, rows, routed, room->scores, room->shares, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++)
         route(experts, room->scores + row * num, room->ids + row * chosen, room->weights + row * chosen);
@@ -114,7 +112,7 @@ void mix(const struct experts *experts, long rows, long hidden, const stored *x,
     if (experts->limit)
         clamped_swiglu(pairs, experts->inner, experts->limit, experts->alpha, room->gate_up, room->gated);
     else
-        swiglu(pairs, experts->inner, room->gate_up, room->gated);
+        (experts->gelu ? geglu : swiglu)(pairs, experts->inner, room->gate_up, room->gated);
     multiply_all(room->down, room->shares + 2 * threads, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++)
@@ -131,5 +129,5 @@ void mix_rows(const struct experts *experts, long rows, long hidden, const store
               const struct room_of_experts *room, stored *out, int threads)
 {
 #pragma omp parallel num_threads(threads)
-    mix(experts, rows, hidden, x, room, out, threads);
+    mix(experts, rows, hidden, x, x, room, out, threads);
 }

@@ -4,9 +4,11 @@
 /* A mixture of `num` experts, of which every row uses `chosen`; see models/kernels.py. */
 struct experts {
     long num, chosen, inner; /* inner: a multiple of 32 */
-    int normed; /* 1: the weights of the chosen experts sum to 1 */
-    float limit, alpha; /* of `clamped_swiglu`; limit 0: `swiglu` */
+    int normed; /* 1: the weights of the chosen experts are divided by their sum */
+    int gelu; /* 1: `geglu` */
+    float limit, alpha; /* of `clamped_swiglu`; limit 0: `swiglu` or `geglu` */
     struct linear router; /* hidden -> num */
+    const float *scales; /* factors [num] of the weights of experts, or NULL */
     const struct linear *gate_up, *down; /* [num] */
 };
 
@@ -29,6 +31,7 @@ void geglu(long rows, long inner, const stored *gate_up, stored *out);
 /* gpt-oss's: gate * logistic(alpha * gate) * (up + 1), with gate at most and up within +-limit. */
 void clamped_swiglu(long rows, long inner, float limit, float alpha, const stored *gate_up, stored *out);
 
-/* x [rows, hidden] -> out [rows, hidden]: all threads of a parallel region call it together. */
-void mix(const struct experts *experts, long rows, long hidden, const stored *x, const struct room_of_experts *room,
-         stored *out, long threads);
+/* x [rows, hidden] and the router's input `routed` [rows, hidden], which may be x -> out [rows, hidden], which may be
+ * either: all threads of a parallel region call it together. */
+void mix(const struct experts *experts, long rows, long hidden, const stored *x, const stored *routed,
+         const struct room_of_experts *room, stored *out, long threads);

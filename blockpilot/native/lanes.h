@@ -153,3 +153,9 @@ static inline lanes by_logistic(lanes number, lanes x)
     lanes small = exponential(chosen(x > 0, -x, x)); /* at most 1 */
     return number * chosen(x > 0, (lanes){0} + 1, small) / (1 + small);
 }
+
+static inline lanes gelu(lanes x) /* its tanh approximation */
+{
+    const float twice = 1.59576912f; /* 2 * sqrt(2 / pi); (1 + tanh(x)) / 2 is the logistic function of 2 * x */
+    return by_logistic(x, twice * fused(x * x * x, (lanes){0} + 0.044715f, x));
+}

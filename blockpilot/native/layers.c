@@ -12,21 +12,41 @@
 
 typedef float four __attribute__((vector_size(16), may_alias));
 
+/* Norm weights [hidden] where experts are beside an MLP: of their input, of their router's, and of both outputs. */
+struct beside {
+    const stored *before, *of_router, *of_experts, *of_mlp;
+};
+
+/* What a layer adds at its end: projection(gelu(gate(hidden)) * input), normed by weights [hidden]. */
+struct inputs {
+    struct linear gate, projection;
+    const stored *norm;
+};
+
 struct layer {
-    struct linear qkv, out, gate_up, down; /* the last two are unused with experts */
+    struct linear qkv, out, gate_up, down; /* the last two are unused with experts alone */
     const struct experts *experts; /* or NULL */
+    const struct beside *beside; /* of experts beside an MLP, or NULL */
+    const struct inputs *inputs; /* of an input of its own, or NULL */
     const stored *before, *after; /* norm weights [hidden], before attention and after it */
     const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
     const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
     const stored *sinks; /* scores [queries] that take attention from all columns, or NULL */
+    float scalar; /* factor of the layer's output */
 };
 
+/* Of a layer; all have the same `hidden`. */
 struct shape {
-    long layers, hidden, queries, kv, dim, inner;
+    long hidden, queries, kv;
+    long made; /* heads of keys and values in `qkv`: 2 * kv, or kv if the keys, before their norm, are the values, or 0
+                * if those of an earlier layer are read */
+    long dim, inner;
     long own_hidden, own_dim; /* without padding */
     float eps, scale; /* scale: of attention scores */
-    int gelu; /* 1: the MLPs' gates are GELU (tanh), 0: SiLU */
-    int from_one; /* 1: norm weights are added to 1, and only their products are rounded (Gemma) */
+    float offset; /* added to norm weights */
+    int gelu; /* 1: the MLP's gates are GELU (tanh), 0: SiLU */
+    int in_float; /* 1: only the products with norm weights are rounded (Gemma) */
+    int norms_values; /* 1: values are normed, without weights */
 };
 
 /* Rotation of the pass's heads by a layer; the first half of sines is negated. */
@@ -37,7 +57,7 @@ struct rotary {
 /* The cache, and the slots and columns of the pass's tokens [num]. */
 struct tokens {
     long num;
-    stored *cache; /* [layers, 2, slots, kv, length, dim] */
+    stored *const *caches; /* [layers]: [2, slots, kv, length, dim] */
     long slots, length;
     const int64_t *own_slots, *own_columns; /* [num] */
 };
@@ -61,7 +81,8 @@ static inline lanes largest_of_fours(lanes x)
 #endif
 }
 
-/* x [width], `num` of it without padding -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
+/* x [width], `num` of it without padding -> RMSNorm(x) * weight [width], or by NULL RMSNorm(x), rounded where
+ * transformers rounds. */
 static inline void norm(const struct shape *shape, long width, long num, const stored *x, const stored *weight,
                         stored *out)
 {
@@ -70,26 +91,38 @@ static inline void norm(const struct shape *shape, long width, long num, const s
         squares = fused(load(x + i), load(x + i), squares);
     float scale = 1 / sqrtf(sum(squares) / num + shape->eps);
     for (long i = 0; i < width; i += LANES)
-        if (shape->from_one)
-            store(load(x + i) * scale * (load(weight + i) + 1), out + i);
+        if (!weight)
+            store(load(x + i) * scale, out + i);
+        else if (shape->in_float)
+            store(load(x + i) * scale * (load(weight + i) + shape->offset), out + i);
         else
             store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* For all rows: hidden += delta [rows, hidden], if there is one, normed in place before that if there are weights
- * of_delta [hidden]; out = RMSNorm(hidden) * weight [hidden]. */
+/* hidden [width] += delta [width], if there is one, normed in place before that if there are weights of_delta [width];
+ * hidden *= scalar. */
+static inline void add(const struct shape *shape, stored *hidden, stored *delta, const stored *of_delta, float scalar)
+{
+    long width = shape->hidden;
+    if (delta && of_delta)
+        norm(shape, width, shape->own_hidden, delta, of_delta, delta);
+    if (delta)
+        for (long i = 0; i < width; i += LANES)
+            store(load(hidden + i) + load(delta + i), hidden + i);
+    if (scalar != 1)
+        for (long i = 0; i < width; i += LANES)
+            store(load(hidden + i) * scalar, hidden + i);
+}
+
+/* For all rows `add` delta [rows, hidden], or nothing if it is NULL; out = RMSNorm(hidden) * weight [hidden]. */
 static void add_norm(const struct shape *shape, long rows, stored *hidden, stored *delta, const stored *of_delta,
-                     const stored *weight, stored *out)
+                     float scalar, const stored *weight, stored *out)
 {
     long width = shape->hidden;
 #pragma omp for
     for (long row = 0; row < rows; row++) {
         stored *own = hidden + row * width, *added = delta ? delta + row * width : NULL;
-        if (added && of_delta)
-            norm(shape, width, shape->own_hidden, added, of_delta, added);
-        if (added)
-            for (long i = 0; i < width; i += LANES)
-                store(load(own + i) + load(added + i), own + i);
+        add(shape, own, added, of_delta, scalar);
         norm(shape, width, shape->own_hidden, own, weight, out + row * width);
     }
 }
@@ -102,16 +135,26 @@ static int is_finite(long dim, const stored *x)
     return !any(broken);
 }
 
-/* heads [tokens, queries + 2 * kv, dim]: norm queries and keys, if there are norms, rotate them, and store keys and
+/* heads [tokens, queries + made, dim]: norm queries and keys, if there are norms, rotate them, and store keys and
  * values in the cache of the layer. Values that are not finite are stored as 0 with a key of NaN: queries that see them
  * get NaN, and masked queries, which multiply the value by 0, do not. */
 static void rotate_and_store(const struct tokens *tokens, const struct rotary *rotary, const struct shape *shape,
-                             long queries, const stored *norms, long layer, stored *heads)
+                             long queries, const stored *norms, stored *cache, stored *heads)
 {
-    long kv = shape->kv, dim = shape->dim, half = dim / 2, all = queries + 2 * kv, each = tokens->length * dim; /* of a head of a slot */
+    long dim = shape->dim, half = dim / 2, all = queries + shape->made, kv = shape->made ? shape->kv : 0;
+    long each = tokens->length * dim, of_slot = shape->kv * each, of_kind = tokens->slots * of_slot;
 #pragma omp for
     for (long token = 0; token < tokens->num; token++) {
         const stored *cosine = rotary->cosines + token * dim, *sine = rotary->sines + token * dim;
+        stored *keys = cache + tokens->own_slots[token] * of_slot + tokens->own_columns[token] * dim;
+        for (long head = 0; head < kv; head++) { /* values first: they may be the keys before their norm */
+            const stored *from = heads + (token * all + all - kv + head) * dim;
+            stored *to = keys + of_kind + head * each;
+            if (shape->norms_values)
+                norm(shape, dim, shape->own_dim, from, NULL, to);
+            else
+                memcpy(to, from, dim * sizeof(stored));
+        }
         for (long head = 0; head < queries + kv; head++) {
             stored *own = heads + (token * all + head) * dim;
             if (norms)
@@ -122,14 +165,12 @@ static void rotate_and_store(const struct tokens *tokens, const struct rotary *r
                 store(fused(second, load(cosine + half + i), first * load(sine + half + i)), own + half + i);
             }
         }
-        for (long head = 0; head < 2 * kv; head++) {
-            long of_slot = (layer * 2 + head / kv) * tokens->slots + tokens->own_slots[token];
-            stored *to = tokens->cache + (of_slot * kv + head % kv) * each + tokens->own_columns[token] * dim;
-            const stored *from = heads + (token * all + queries + head) * dim;
-            memcpy(to, from, dim * sizeof(stored));
-            if (head >= kv && !is_finite(dim, from)) {
-                memset(to, 0, dim * sizeof(stored));
-                store((lanes){0} + NAN, to - tokens->slots * kv * each);
+        for (long head = 0; head < kv; head++) {
+            stored *key = keys + head * each, *value = key + of_kind;
+            memcpy(key, heads + (token * all + queries + head) * dim, dim * sizeof(stored));
+            if (!is_finite(dim, value)) {
+                memset(value, 0, dim * sizeof(stored));
+                store((lanes){0} + NAN, key);
             }
         }
     }
@@ -290,12 +331,12 @@ static long unseen_of(long num, const uint8_t *const *masks, long length)
     return unseen / STRETCH * STRETCH;
 }
 
-/* Attention of the queries in heads [tokens, queries + 2 * kv, dim] -> out [tokens, queries, dim]. sinks [queries], or
- * NULL. scores [threads, room, 2 * QUERIES], aligned to 64 bytes, with room > length. */
-static void attend(const struct part *part, const struct tokens *tokens, const struct shape *shape, long layer,
-                   const stored *heads, const stored *sinks, float *scores, long room, stored *out)
+/* Attention of the queries in heads [tokens, queries + made, dim] to the cache of the layer -> out [tokens, queries,
+ * dim]. sinks [queries], or NULL. scores [threads, room, 2 * QUERIES], aligned to 64 bytes, with room > length. */
+static void attend(const struct part *part, const struct tokens *tokens, const struct shape *shape,
+                   const stored *cache, const stored *heads, const stored *sinks, float *scores, long room, stored *out)
 {
-    long kv = shape->kv, groups = shape->queries / kv, dim = shape->dim;
+    long kv = shape->kv, groups = shape->queries / kv, dim = shape->dim, all = shape->queries + shape->made;
     long chunks = (part->width * groups + QUERIES - 1) / QUERIES, each = tokens->length * dim;
 #pragma omp for collapse(3) schedule(dynamic)
     for (long row = 0; row < part->rows; row++)
@@ -311,12 +352,12 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                 long whole[QUERIES] = {0};
                 for (long q = 0; q < num; q++) {
                     long place = (first + q) / groups, own_head = head * groups + (first + q) % groups;
-                    of[q] = heads + ((part->firsts[row] + place) * (groups + 2) * kv + own_head) * dim;
+                    of[q] = heads + ((part->firsts[row] + place) * all + own_head) * dim;
                     to[q] = out + ((part->firsts[row] + place) * groups * kv + own_head) * dim;
                     mask[q] = part->visible + (row * part->width + place) * part->length;
                     sink[q] = sinks ? sinks + own_head : NULL;
                 }
-                const stored *key = tokens->cache + ((layer * 2 * tokens->slots + part->slots[row]) * kv + head) * each;
+                const stored *key = cache + (part->slots[row] * kv + head) * each;
                 const stored *value = key + tokens->slots * kv * each;
                 float *own = scores + omp_get_thread_num() * room * 2 * QUERIES;
                 long seen = seen_of(num, mask, part->length), unseen = unseen_of(num, mask, seen);
@@ -358,92 +399,155 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
         }
 }
 
-/* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
- * features: see keep. rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller: x [tokens, hidden],
- * heads [tokens, queries + 2 * kv, dim], attended [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2,
- * inner], gated [tokens, inner], scores (see attend), and of experts, if any. The first layer's queries, keys and
- * values are computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1, before anything is
- * written, if a slot or column is outside the cache. */
-int run_layers(const struct shape *shape, const struct layer *layers, const stored *last, const struct tokens *tokens,
-               const struct rotary *rotaries, long num_parts, const struct part *const *parts, const stored *given,
-               stored *hidden, stored *x, stored *heads, stored *attended, stored *found, stored *gate_up,
-               stored *gated, float *scores, long room, const struct room_of_experts *of_experts, long num_kept,
-               const int64_t *kept, stored *features, int threads)
+/* Adds a mixture of hidden [rows, hidden] to the output of the MLP beside it, `found` [rows, hidden], each normed.
+ * x, routed: buffers [rows, hidden]. */
+static void add_experts(const struct shape *shape, const struct layer *layer, long rows, const stored *hidden, stored *x,
+                        stored *routed, const struct room_of_experts *room, stored *found, long threads)
 {
-    long num = tokens->num;
-    uint64_t shares[shape->layers][4][threads];
+    const struct beside *beside = layer->beside;
+    long width = shape->hidden, own = shape->own_hidden;
+#pragma omp for
+    for (long row = 0; row < rows; row++) {
+        norm(shape, width, own, hidden + row * width, beside->before, x + row * width);
+        norm(shape, width, own, hidden + row * width, beside->of_router, routed + row * width);
+    }
+    mix(layer->experts, rows, width, x, routed, room, x, threads);
+#pragma omp for
+    for (long row = 0; row < rows; row++) {
+        stored *added = x + row * width, *to = found + row * width;
+        norm(shape, width, own, added, beside->of_experts, added);
+        norm(shape, width, own, to, beside->of_mlp, to);
+        for (long i = 0; i < width; i += LANES)
+            store(load(to + i) + load(added + i), to + i);
+    }
+}
+
+/* Add the output of the MLP `found` [rows, hidden], normed by of_mlp, to hidden [rows, hidden], and replace it by what
+ * the layer adds for its inputs [rows], every `stride` numbers. gated: buffer [rows, numbers of an input]. */
+static void add_inputs(const struct shape *shape, const struct inputs *own, long rows, const stored *inputs, long stride,
+                       stored *hidden, const stored *of_mlp, stored *gated, stored *found, uint64_t *of_gate,
+                       uint64_t *of_projection, long threads)
+{
+    long width = shape->hidden, num = own->gate.outputs;
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        add(shape, hidden + row * width, found + row * width, of_mlp, 1);
+    multiply(&own->gate, rows, hidden, gated, of_gate, threads);
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < num; i += LANES) {
+            stored *gate = gated + row * num + i;
+            store(rounded(gelu(load(gate))) * load(inputs + row * stride + i), gate);
+        }
+    multiply(&own->projection, rows, gated, found, of_projection, threads);
+}
+
+/* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
+ * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller, wide enough for
+ * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], found [tokens,
+ * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if experts are beside an MLP,
+ * scores (see attend), and of experts, if any. The first layer's queries, keys and values are computed from `given`, or
+ * from normed hidden if that is NULL. inputs [tokens, layers, numbers of an input]: of layers that have such. Returns 0,
+ * or -1, before anything is written, if a slot or column is outside the cache. */
+int run_layers(long num_layers, const struct shape *shapes, const struct layer *layers, const stored *last,
+               const struct tokens *tokens, const struct rotary *rotaries, long num_parts,
+               const struct part *const *parts, const stored *given, const stored *inputs, stored *hidden, stored *x,
+               stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, stored *routed,
+               float *scores, long room, const struct room_of_experts *of_experts, long num_kept, const int64_t *kept,
+               stored *features, int threads)
+{
+    long num = tokens->num, width = shapes->hidden;
+    uint64_t shares[num_layers][6][threads];
     if (!fits(tokens))
         return -1;
-    for (long i = 0; i < shape->layers; i++) {
+    for (long i = 0; i < num_layers; i++) {
         share_out(&layers[i].qkv, 1, threads, shares[i][0]);
         share_out(&layers[i].out, 1, threads, shares[i][1]);
         share_out(&layers[i].gate_up, 1, threads, shares[i][2]);
         share_out(&layers[i].down, 1, threads, shares[i][3]);
+        if (layers[i].inputs) {
+            share_out(&layers[i].inputs->gate, 1, threads, shares[i][4]);
+            share_out(&layers[i].inputs->projection, 1, threads, shares[i][5]);
+        }
     }
 #pragma omp parallel num_threads(threads)
     {
-        for (long i = 0; i < shape->layers; i++) {
+        const stored *of_mlp = NULL;
+        float scalar = 1;
+        for (long i = 0; i < num_layers; i++) {
             const struct layer *layer = layers + i;
+            const struct shape *shape = shapes + i;
             int is_given = !i && given;
             if (!is_given)
-                add_norm(shape, num, hidden, i ? found : NULL, i ? layer[-1].of_mlp : NULL, layer->before, x);
-            keep(i - 1, num_kept, kept, num, shape->hidden, hidden, features);
+                add_norm(shape, num, hidden, i ? found : NULL, of_mlp, scalar, layer->before, x);
+            keep(i - 1, num_kept, kept, num, width, hidden, features);
             multiply(&layer->qkv, num, is_given ? given : x, heads, shares[i][0], threads);
-            rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->of_heads, i, heads);
+            rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->of_heads, tokens->caches[i], heads);
             for (long part = 0; part < num_parts; part++)
-                attend(parts[i] + part, tokens, shape, i, heads, layer->sinks, scores, room, attended);
+                attend(parts[i] + part, tokens, shape, tokens->caches[i], heads, layer->sinks, scores, room, attended);
             multiply(&layer->out, num, attended, found, shares[i][1], threads);
-            add_norm(shape, num, hidden, found, layer->of_attended, layer->after, x);
-            if (layer->experts) {
-                mix(layer->experts, num, shape->hidden, x, of_experts, found, threads);
+            add_norm(shape, num, hidden, found, layer->of_attended, 1, layer->after, x);
+            of_mlp = layer->of_mlp, scalar = layer->scalar;
+            if (layer->experts && !layer->beside) {
+                mix(layer->experts, num, width, x, x, of_experts, found, threads);
                 continue;
             }
             multiply(&layer->gate_up, num, x, gate_up, shares[i][2], threads);
             (shape->gelu ? geglu : swiglu)(num, shape->inner, gate_up, gated);
             multiply(&layer->down, num, gated, found, shares[i][3], threads);
+            if (layer->beside)
+                add_experts(shape, layer, num, hidden, x, routed, of_experts, found, threads);
+            if (layer->inputs) {
+                long each = layer->inputs->gate.outputs;
+                add_inputs(shape, layer->inputs, num, inputs + i * each, num_layers * each, hidden, of_mlp, gated,
+                           found, shares[i][4], shares[i][5], threads);
+                of_mlp = layer->inputs->norm;
+            }
         }
-        add_norm(shape, num, hidden, found, layers[shape->layers - 1].of_mlp, last, x);
-        keep(shape->layers - 1, num_kept, kept, num, shape->hidden, x, features); /* normed, as in transformers */
+        add_norm(shapes, num, hidden, found, of_mlp, scalar, last, x);
+        keep(num_layers - 1, num_kept, kept, num, width, x, features); /* normed, as in transformers */
     }
     return 0;
 }
 
-/* Store every layer's keys and values of x [tokens, hidden]; heads [tokens, 2 * kv, dim] is a buffer. Returns as
+/* Store every layer's keys and values of x [tokens, hidden]; heads [tokens, made, dim] is a buffer. Returns as
  * above. */
-int project_layers(const struct shape *shape, const struct layer *layers, const struct tokens *tokens,
-                   const struct rotary *rotary, const stored *x, stored *heads, int threads)
+int project_layers(long num_layers, const struct shape *shapes, const struct layer *layers,
+                   const struct tokens *tokens, const struct rotary *rotary, const stored *x, stored *heads,
+                   int threads)
 {
-    long skipped = shape->queries * shape->dim;
-    uint64_t shares[shape->layers][threads];
+    uint64_t shares[num_layers][threads];
     if (!fits(tokens))
         return -1;
-    for (long i = 0; i < shape->layers; i++) {
-        struct linear kv = from_output(layers[i].qkv, skipped);
+    for (long i = 0; i < num_layers; i++) {
+        struct linear kv = from_output(layers[i].qkv, shapes[i].queries * shapes[i].dim);
         share_out(&kv, 1, threads, shares[i]);
     }
 #pragma omp parallel num_threads(threads)
-    for (long i = 0; i < shape->layers; i++) {
+    for (long i = 0; i < num_layers; i++) {
+        long skipped = shapes[i].queries * shapes[i].dim;
         struct linear kv = from_output(layers[i].qkv, skipped);
         const stored *norms = layers[i].of_heads ? layers[i].of_heads + skipped : NULL;
         multiply(&kv, tokens->num, x, heads, shares[i], threads);
-        rotate_and_store(tokens, rotary, shape, 0, norms, i, heads);
+        rotate_and_store(tokens, rotary, shapes + i, 0, norms, tokens->caches[i], heads);
     }
     return 0;
 }
 
-/* Attention of one layer alone: heads [tokens, queries + 2 * kv, dim] -> attended [tokens, queries, dim], with the
- * keys and values stored in layer `layer` of the cache. Returns as above. */
+/* Attention of one layer alone: heads [tokens, queries + made, dim] -> attended [tokens, queries, dim], with the keys
+ * and values stored in layer `layer` of the cache. Returns as above. */
 int attend_layer(const struct shape *shape, const struct tokens *tokens, const struct rotary *rotary, long layer,
                  long num_parts, const struct part *parts, stored *heads, float *scores, long room, stored *attended,
                  int threads)
 {
+    stored *cache = tokens->caches[layer];
     if (!fits(tokens))
         return -1;
 #pragma omp parallel num_threads(threads)
     {
-        rotate_and_store(tokens, rotary, shape, shape->queries, NULL, layer, heads);
+        rotate_and_store(tokens, rotary, shape, shape->queries, NULL, cache, heads);
         for (long part = 0; part < num_parts; part++)
-            attend(parts + part, tokens, shape, layer, heads, NULL, scores, room, attended);
+            attend(parts + part, tokens, shape, cache, heads, NULL, scores, room, attended);
     }
     return 0;
 }

@@ -39,7 +39,10 @@ from blockpilot.types import PairId
 
 PathOrName = str | os.PathLike[str]
 _logger = logging.getLogger(__name__)
-_NAMES = {"gemma3_text": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}}
+_NAMES = {
+    "gemma3_text": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"},
+    "gemma4_text": {r"^model\.language_model\.": "model."},
+}
 """By family, parts of weights' names in checkpoints that also read images, and what they are in the text model."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -226,7 +229,7 @@ def _text_part(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config:
         return config
-    _logger.info("target %s: only its language model is loaded, no vision part", directory)
+    _logger.info("target %s: only its language model is loaded, no vision or audio part", directory)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
     return text

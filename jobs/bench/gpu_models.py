@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -75,6 +77,13 @@ _TINY_EXPERTS: Sizes = {"num_experts": 16, "num_experts_per_tok": 4, "moe_interm
 _TINY_STATES: Sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
 _TINY_STATES |= {"linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
 _TINY_SINKS: Sizes = {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 32, "pad_token_id": None}
+_TINY_GEMMA4: Sizes = {"global_head_dim": 64, "sliding_window": 32, "num_kv_shared_layers": 2, "pad_token_id": None}
+_TINY_GEMMA4 |= {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 512,
+    "final_logit_softcapping": 30.0,
+}
+_TINY_GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
 _CHECKED: Sizes = TINY | {"initializer_range": 0.1, "tie_word_embeddings": False}
 FAMILIES = {
     "qwen3": Shape(Qwen3Config, Qwen3ForCausalLM, _CHECKED),
@@ -82,6 +91,7 @@ FAMILIES = {
     "qwen3_moe": Shape(Qwen3MoeConfig, Qwen3MoeForCausalLM, _CHECKED | _TINY_EXPERTS),
     "qwen3_5_moe": Shape(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _CHECKED | _TINY_EXPERTS | _TINY_STATES),
     "gpt_oss": Shape(GptOssConfig, GptOssForCausalLM, _CHECKED | _TINY_SINKS),
+    "gemma4": Shape(Gemma4TextConfig, Gemma4ForCausalLM, _CHECKED | _TINY_GEMMA4),
 }
 """Small targets, whose texts are checked."""
 

@@ -15,7 +15,7 @@ from blockpilot.draft_training.answers import Answer, answer_source, generate_an
 from blockpilot.draft_training.batches import DraftBatch, collate, draft_batch, draw_anchors
 from blockpilot.draft_training.features import Document, FeatureShard, StoredCorpus, StreamedCorpus
 from blockpilot.draft_training.loss import BlockLoss, frequent_tokens, sample_vocabulary
-from blockpilot.draft_training.start import start_from_target
+from blockpilot.draft_training.start import check_start, start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_prepared import CachedDFlash
@@ -27,7 +27,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Sampling
 from helpers.documents import PROMPTS, SOURCE, greedy_answers, random_documents, stored_corpus, write_shard
-from helpers.tiny import tiny_draft, tiny_gemma
+from helpers.tiny import tiny_draft, tiny_gemma, tiny_gemma4
 
 BLOCK = 4
 
@@ -213,6 +213,11 @@ def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     torch.testing.assert_close(norm, keys.square().mean().sqrt().expand(norm.shape))
     features = torch.randn(3, draft.fc.in_features)
     assert torch.equal(draft.fc(features), features[:, -draft.config.hidden_size :])
+
+
+def test_no_draft_starts_from_the_layers_of_a_gemma4() -> None:
+    with pytest.raises(ValueError, match=r"start 'target': a Gemma 4's layers have scales.* 'random'"):
+        check_start(tiny_gemma4().config)
 
 
 def test_starting_from_the_layers_of_a_gemma() -> None:

@@ -276,12 +276,13 @@ def sliding_world(gemma_pair: Pair) -> World:
         "hybrid_pair",
         "hybrid_mixture_pair",
         "gpt_oss_pair",
+        "gemma4_pair",
     ],
 )
 def test_texts_are_plain_whatever_is_asked_in_whatever_order(request: pytest.FixtureRequest, name: str) -> None:
     """Requests come, end, stop and are cancelled; chats go on; controllers and block sizes change under them."""
     has_states = name.startswith("hybrid")
-    has_own_target = has_states or name == "gpt_oss_pair"
+    has_own_target = has_states or name in ("gpt_oss_pair", "gemma4_pair")
     is_knowing = has_own_target or name.endswith("knowing")
     if has_own_target:
         world = World(request.getfixturevalue(name))

@@ -19,8 +19,10 @@ H100 = 79 * 2**30  # bytes that a program sees of 80 GB
 SIZES = st.builds(CacheSize, st.integers(0, 2**26), st.integers(1, 2**18), st.sampled_from([0, 2**16]))
 
 
-def test_sizes_are_those_of_an_engine(tiny_pair: Pair, eagle_pair: Pair, hybrid_pair: Pair) -> None:
-    for pair in (tiny_pair, eagle_pair, hybrid_pair):
+def test_sizes_are_those_of_an_engine(
+    tiny_pair: Pair, eagle_pair: Pair, hybrid_pair: Pair, gemma4_pair: Pair
+) -> None:
+    for pair in (tiny_pair, eagle_pair, hybrid_pair, gemma4_pair):
         for prefix_tokens in (0, 50):
             engine = Engine(pair, num_slots=3, max_length=100, prefix_tokens=prefix_tokens)
             assert CacheSize.of(pair).num_bytes(3, 100, prefix_tokens) == engine.cache_bytes

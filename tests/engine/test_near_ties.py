@@ -14,7 +14,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Request, Sampling
 from helpers.engines import NEVER, run, text_of
 from helpers.fuzz import pair_of
-from helpers.tiny import tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
+from helpers.tiny import tiny_gemma4_of_all_parts, tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
@@ -29,6 +29,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
     "hybrid, odd widths": (tiny_hybrid, {"hidden_size": 44, "intermediate_size": 50, "num_hidden_layers": 5}, FP32),
     "hybrid with experts": (tiny_hybrid_mixture, {"num_hidden_layers": 5}, FP32),
     "hybrid with experts in bfloat16": (tiny_hybrid_mixture, {"num_hidden_layers": 5, "num_experts": 7}, BF16),
+    "gemma4": (tiny_gemma4_of_all_parts, {"num_hidden_layers": 4}, FP32),
+    "gemma4 in bfloat16": (tiny_gemma4_of_all_parts, {"num_hidden_layers": 4}, BF16),
     "an odd vocabulary in bfloat16": (tiny_target, {"vocab_size": 263}, BF16),
 }
 

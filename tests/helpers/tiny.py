@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -99,6 +101,37 @@ def tiny_gemma(seed: int = 0, **changes: Any) -> Gemma3ForCausalLM:
             if "norm" in name:
                 weight.normal_(std=0.3)
     return model
+
+
+GEMMA4: dict[str, Any] = {
+    **{"head_dim": 12, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    **{"sliding_window": WINDOW, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+
+
+def tiny_gemma4(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+    """A random Gemma 4 with random norms and scales, two of three layers with a window and smaller heads, and changes
+    of its configuration."""
+    torch.manual_seed(seed)
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE | GEMMA4 | changes))
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                weight.normal_(1.0, std=0.3)
+            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+                weight.uniform_(0.5, 1.5)
+    return model
+
+
+def tiny_gemma4_of_all_parts(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+    """As `tiny_gemma4`, with all that published ones have: experts beside the MLPs, inputs of every layer, and upper
+    layers that read the keys of lower ones."""
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 260}
+    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 4}
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    return tiny_gemma4(seed, **experts | inputs | shared | {"layer_types": layer_types} | changes)
 
 
 GPT_OSS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -29,6 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.layers import Rotary, RotaryTable
+from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 
@@ -66,6 +70,19 @@ def gemma3(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def gemma4(**changes: Any) -> PreTrainedModel:
+    """A Gemma 4 as the 31B: global heads are twice as wide, half as many, and their values are their keys."""
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE | GEMMA4 | changes))
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if "q_norm" in name:  # holds the scale of attention scores
+            torch.nn.init.normal_(parameter, 0.3, std=0.1)
+        elif "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, std=0.3)
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            torch.nn.init.uniform_(parameter, 0.3, 0.9)
+    return model
+
+
 def gpt_oss(**changes: Any) -> PreTrainedModel:
     """A gpt-oss with sinks that take a good part of the attention, and gates and ups that reach their bounds."""
     model = GptOssForCausalLM(GptOssConfig(**SHAPE | GPT_OSS | changes))
@@ -88,6 +105,20 @@ GEMMA: dict[str, Any] = {
     **{"query_pre_attn_scalar": 24, "sliding_window": 4, "tie_word_embeddings": True},
     **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
 }
+GEMMA4: dict[str, Any] = {
+    **{"sliding_window": 4, "tie_word_embeddings": True, "pad_token_id": None, "final_logit_softcapping": 3.0},
+    **{"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
+E2B: dict[str, Any] = {
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 272, "use_double_wide_mlp": True},
+    **{"num_kv_shared_layers": 3, "num_hidden_layers": 6, "attention_k_eq_v": False, "num_key_value_heads": 1},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"] * 2,
+}
+E2B["layer_types"] = E2B["layer_types"][:6]
+ODD = {"head_dim": 10, "hidden_size": 44, "intermediate_size": 50}
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
@@ -121,6 +152,15 @@ MODELS = {
     "gemma3": gemma3,
     "gemma3, all padded": lambda: gemma3(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
     "gemma3, not tied, with biases": lambda: gemma3(tie_word_embeddings=False, attention_bias=True),
+    "gemma4": gemma4,
+    "gemma4, all padded": lambda: gemma4(head_dim=10, global_head_dim=24, hidden_size=44, intermediate_size=50),
+    "gemma4, values of their own, no soft cap": lambda: gemma4(attention_k_eq_v=False, final_logit_softcapping=None),
+    "gemma4, a mixture": lambda: gemma4(**GEMMA4_EXPERTS),
+    "gemma4, a mixture, all padded": lambda: gemma4(**GEMMA4_EXPERTS | ODD),
+    "gemma4, inputs of layers": lambda: gemma4(hidden_size_per_layer_input=32, vocab_size_per_layer_input=272),
+    "gemma4, as E2B": lambda: gemma4(**E2B),
+    "gemma4, as E2B, all padded": lambda: gemma4(**E2B | ODD | {"hidden_size_per_layer_input": 12}),
+    "gemma4, all at once": lambda: gemma4(**E2B | GEMMA4_EXPERTS | {"attention_k_eq_v": True}),
     "gpt_oss": gpt_oss,
     "gpt_oss, all padded": lambda: gpt_oss(head_dim=10, hidden_size=44, intermediate_size=52, vocab_size=265),
     "gpt_oss, one query for every key": lambda: gpt_oss(num_key_value_heads=4, swiglu_limit=2.0),
@@ -159,6 +199,37 @@ def test_computes_what_the_model_does(name: str) -> None:
     state, before = model.state_dict(), stock.state_dict()
     assert state.keys() == before.keys()
     assert all(weight.equal(state[name]) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(name for name in MODELS if name.startswith("gemma4"))])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("in_c")
+@torch.inference_mode()
+def test_tokens_of_a_tree_are_those_of_their_texts(name: str, seed: int) -> None:
+    """Logits and features of transformers, after a prompt in two parts that is longer than the window."""
+    torch.manual_seed(seed)
+    model, choice = MODELS[name]().eval().requires_grad_(False), random.Random(seed)
+    stock, target, start = copy.deepcopy(model), Target(model, (0, 2)), choice.randint(6, 14)
+    parents = [choice.choice([i, i, choice.randint(0, i)]) for i in range(choice.randint(3, 9))]
+    if not seed:
+        parents = list(range(len(parents)))  # a chain
+    prompt, block = torch.randint(0, 260, (start,)), torch.randint(0, 260, (1 + len(parents),))
+    slot, cache = torch.tensor([1]), target.new_cache(2, 32)
+    for first, last in ((0, 4), (4, start)):
+        target.score_rows(prompt[None, first:last], first, cache, slot)
+    tree = Packing([len(block)], [start], torch.device("cpu"), [parents])
+    view = cache.view(slot[tree.rows], tree.columns, slot, tree.length)
+    scored = target.score(block, view, tree, features=True)
+    assert scored.features is not None
+    logits = target.logits(scored.hidden)
+    for node in range(len(block)):
+        path = [node]
+        while path[0]:
+            path.insert(0, parents[path[0] - 1])
+        expected = stock(torch.cat([prompt, block[path]])[None], output_hidden_states=True)
+        features = torch.cat([expected.hidden_states[i + 1][0, -1] for i in (0, 2)])
+        torch.testing.assert_close(logits[node], expected.logits[0, -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(scored.features[node], features, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

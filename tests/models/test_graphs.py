@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma4ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import new_draft_config
@@ -21,7 +21,16 @@ from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Layout, Request, Sampling
 from helpers.controllers import Watched
 from helpers.engines import run, text_of
-from helpers.tiny import MASK_ID, SHAPE, tiny_gemma, tiny_gpt_oss, tiny_mixture, tiny_sliding, tiny_target
+from helpers.tiny import (
+    MASK_ID,
+    SHAPE,
+    tiny_gemma,
+    tiny_gemma4_of_all_parts,
+    tiny_gpt_oss,
+    tiny_mixture,
+    tiny_sliding,
+    tiny_target,
+)
 
 CPU = torch.device("cpu")
 SLOTS, COLUMNS, LAYER_IDS = 5, 70, (0, 3, 5)
@@ -40,17 +49,22 @@ def qwen3() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16))
 
 
+def gemma4() -> Gemma4ForCausalLM:
+    return tiny_gemma4_of_all_parts(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3)
+
+
 def filled(cache: SlotCache) -> SlotCache:
     """The cache with what other tokens have left in it, and no numbers where no pass may read."""
-    cache.layers.normal_(generator=torch.Generator().manual_seed(3))
-    cache.layers[..., -1, :] = torch.nan
+    for group in cache.groups:
+        group.normal_(generator=torch.Generator().manual_seed(3))
+        group[..., -1, :] = torch.nan
     return cache
 
 
 def boxed(cache: SlotCache) -> SlotCache:
     """A copy of the cache whose passes are laid out in boxes."""
     copy = deepcopy(cache)
-    copy.by_token = [copy.layers[i].permute(1, 3, 0, 2, 4) for i in range(len(copy.layers))]
+    copy.hold(copy.groups)
     copy.graphs = Graphs(CPU, capture=False)
     return copy
 
@@ -61,7 +75,7 @@ def assert_same(tensor: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, tiny_sliding, tiny_mixture, tiny_gpt_oss])
+@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, gemma4, tiny_sliding, tiny_mixture, tiny_gpt_oss])
 @torch.inference_mode()
 def test_target_in_a_box(model: object, name: str) -> None:
     target = Target(model().eval(), LAYER_IDS)  # type: ignore[operator]
@@ -77,7 +91,8 @@ def test_target_in_a_box(model: object, name: str) -> None:
         assert scored.features is not None
         assert expected.features is not None
         assert_same(scored.features, expected.features)
-        assert_same(*(cache.layers[..., :-1, :] for cache in caches))
+        for groups in zip(*(cache.groups for cache in caches), strict=True):
+            assert_same(*(group[..., :-1, :] for group in groups))
     assert caches[1].graphs is not None
     assert len(caches[1].graphs) == 1
 

@@ -9,14 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from blockpilot.models.cache import SlotCache, SlotView
+from blockpilot.models.cache import SlotCache, SlotView, key_heads, key_layers, layer_config
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
@@ -31,6 +40,9 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3DecoderLayer, Qwen3Config),
     "qwen3_moe": (Qwen3MoeDecoderLayer, Qwen3MoeConfig),
     "gemma3": (Gemma3DecoderLayer, Gemma3TextConfig),
+    "gemma4": (Gemma4TextDecoderLayer, Gemma4TextConfig),
+    "gemma4_moe": (Gemma4TextDecoderLayer, Gemma4TextConfig),
+    "gemma4_small": (Gemma4TextDecoderLayer, Gemma4TextConfig),
     "gpt_oss": (GptOssDecoderLayer, GptOssConfig),
 }
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
@@ -53,68 +65,100 @@ def model_of(
     layer_class, config_class = KINDS[kind]
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
     shape |= {"hidden_size": hidden, "attention_bias": bias}
-    if kind in ("qwen3_moe", "gpt_oss"):  # all are chosen where rounded scores are few numbers, many of them equal
+    if kind in (
+        "qwen3_moe",
+        "gpt_oss",
+        "gemma4_moe",
+    ):  # all are chosen where rounded scores are few numbers, many of them equal
         shape |= EXPERTS | {"num_experts_per_tok": 3 if dtype == torch.float32 else EXPERTS["num_experts"]}
         shape |= {"num_local_experts": EXPERTS["num_experts"]} if kind == "gpt_oss" else {}
+        shape |= {"enable_moe_block": True, "top_k_experts": shape["num_experts_per_tok"]} if "gemma4" in kind else {}
+    if kind.startswith("gemma4"):  # the second layer has one head of keys, twice as wide, which are also its values
+        shape |= {"global_head_dim": 2 * dim, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        shape |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        shape |= {"hidden_size_per_layer_input": 0}
+    if kind == "gemma4_small":  # the third layer reads the second one's keys
+        shape |= {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}
     config = config_class(**shape)
     config._attn_implementation = "eager"
     modules = [layer_class(config, i).to(dtype) for i in range(3)]
     for module in modules:
         for parameter in module.parameters():
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+        if kind.startswith("gemma4"):  # norms of queries hold the scale of attention scores
+            module.self_attn.q_norm.weight.data *= module.self_attn.head_dim**-0.5
+            nn.init.uniform_(module.layer_scalar, 0.5, 1.5)
     norm = torch.rand(hidden).to(dtype)
     layers = layers_of(modules, norm, config)
     assert isinstance(layers, NativeLayers)
-    return Model(config, layers, DecoderLayers([LayerWeights(module, config) for module in modules], norm, config))
+    weights = [LayerWeights(module, layer_config(config, i)) for i, module in enumerate(modules)]
+    return Model(config, layers, DecoderLayers(weights, norm, config))
 
 
 class Work(NamedTuple):
     """A pass over some rows, in parts."""
 
     hidden: Tensor
-    rotary: Rotary
+    rotaries: Sequence[Rotary]
+    """Rotary embeddings of all layers; the second has another one."""
     packing: Packing
     masks: Sequence[Sequence[Mask]]
     slots: Tensor
     rows: "slice | Tensor"
-    kept: Tensor
-    """Keys and values that the cache has before."""
+    inputs: Tensor | None
+    """Of every layer, for layers that have such."""
+    kept: Sequence[Tensor]
+    """Keys and values that the cache has before, of every layer."""
 
-    def run(self, layers: DecoderLayers, config: PretrainedConfig) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, layers: DecoderLayers, config: PretrainedConfig) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Hidden states, features, and what the cache has after."""
         cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU, halves=layers.halves)
-        cache.layers.copy_(layers.halves.pad(self.kept))
+        for own, halves, kept in zip(cache.of_layer, layers.halves, self.kept, strict=True):
+            own.copy_(halves.pad(kept))
         view = self.view(cache)
-        normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1))
-        return normed, features, cache.unpadded(LENGTH)
-
-    @property
-    def rotaries(self) -> list[Rotary]:
-        """Rotary embeddings of all layers; the second has another one."""
-        return [self.rotary, Rotary(self.rotary.sines, self.rotary.cosines), self.rotary]
+        normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1), inputs=self.inputs)
+        after = [halves.cut(own) for own, halves in zip(cache.of_layer, layers.halves, strict=True)]
+        return normed, features, after
 
     def view(self, cache: SlotCache) -> SlotView:
         return cache.view(self.slots, self.packing.columns, self.rows, self.packing.length)
 
 
-def work_of(
-    config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int, dim: int = 32
-) -> Work:
+def work_of(config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int) -> Work:
     """Rows of these widths, in parts. Tokens see a random half of their rows' columns, from any on; in layers 0 and 2
-    the same."""
+    the same, if these have as many queries for a key."""
     torch.manual_seed(seed)
     sizes = [size for part in parts for size in part]
     packing = Packing(sizes, torch.randint(0, LENGTH - 12, (len(sizes),)).tolist(), CPU, cut=len(parts[0]))
-    num, num_rows = packing.num_tokens, len(sizes)
+    num, num_rows, heads = packing.num_tokens, len(sizes), key_heads(config)
     order = torch.randperm(SLOTS)[:num_rows]
     rows = slice(0, num_rows) if seed % 2 else order
     slots = (torch.arange(SLOTS) if seed % 2 else order)[packing.rows]
-    groups = config.num_attention_heads // 2
-    kinds = [[Mask(part, _half(part), groups, dtype) for part in packing.parts] for _ in range(2)]
-    rotary = Rotary(*torch.randn(2, num, 1, dim).to(dtype))
-    kept = torch.randn(3, 2, SLOTS, 2, LENGTH, dim).to(dtype)
-    masks = [kinds[0], kinds[1], kinds[0]]
-    return Work(torch.randn(num, config.hidden_size).to(dtype), rotary, packing, masks, slots, rows, kept)
+    groups = [config.num_attention_heads // own.num for own in heads]
+    visible = [[_half(part) for part in packing.parts] for _ in range(2)]
+    kinds = [
+        [Mask(part, seen, groups[i], dtype) for part, seen in zip(packing.parts, visible[i % 2], strict=True)]
+        for i in range(3)
+    ]
+    rotaries = [Rotary(*torch.randn(2, num, 1, own.dim).to(dtype)) for own in heads]
+    is_alike = heads[0] == heads[2]
+    kept = kept_of(config, dtype)
+    masks = [kinds[0], kinds[1], kinds[0] if is_alike else kinds[2]]
+    rotaries[2] = rotaries[0] if is_alike else rotaries[2]
+    hidden, inputs = torch.randn(num, config.hidden_size).to(dtype), inputs_of(config, num, dtype)
+    return Work(hidden, rotaries, packing, masks, slots, rows, inputs, kept)
+
+
+def kept_of(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
+    """Random keys and values that every layer reads."""
+    kept = [torch.randn(2, SLOTS, own.num, LENGTH, own.dim).to(dtype) for own in key_heads(config)]
+    return [kept[layer] for layer in key_layers(config)]
+
+
+def inputs_of(config: PretrainedConfig, num: int, dtype: torch.dtype) -> Tensor | None:
+    """Random inputs of all layers for `num` tokens; None if they have none."""
+    size = getattr(config, "hidden_size_per_layer_input", 0)
+    return torch.randn(num, config.num_hidden_layers * size).to(dtype) if size else None
 
 
 def _half(packing: Packing) -> Tensor:
@@ -148,18 +192,19 @@ def test_layers(
 ) -> None:
     """Rows of any widths, in parts, to keys and values of any slots, alike in all that is stored, found and kept."""
     model = model_of(kind, dtype, groups=groups, dim=dim, bias=bias, hidden=hidden)
-    work = work_of(model.config, dtype, parts, seed, dim)
+    work = work_of(model.config, dtype, parts, seed)
     normed, features, cache = work.run(model.native, model.config)
     expected, expected_features, expected_cache = work.run(model.torch, model.config)
     assert close(normed, expected)
     assert close(features, expected_features)
     assert features[:, hidden : 2 * hidden].equal(normed)
-    assert close(cache, expected_cache)
-    written = (cache != work.kept).any(dim=-1).any(dim=3).any(dim=1)  # [layers, SLOTS, LENGTH]
+    assert all(map(close, cache, expected_cache))
+    changed = [(after != kept).any(dim=-1) for after, kept in zip(cache, work.kept, strict=True)]
+    written = [of_layer.any(dim=2).any(dim=0) for of_layer in changed]  # [SLOTS, LENGTH]
     of_tokens = torch.zeros(SLOTS, LENGTH, dtype=torch.bool)
     of_tokens[work.slots, work.packing.columns] = True
     assert written[0].equal(of_tokens)
-    assert not written[:, ~of_tokens].any()
+    assert not any(of_layer[~of_tokens].any() for of_layer in written)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,7 +214,7 @@ def test_layers(
 def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim: int, spoilt: float) -> None:
     """To the bit: alone, and beside rows of NaN and infinity, by any number of threads."""
     model = model_of(kind, dtype, dim=dim)
-    work = work_of(model.config, dtype, [[3, 9, 5]], 1, dim)
+    work = work_of(model.config, dtype, [[3, 9, 5]], 1)
     before, outputs = torch.get_num_threads(), []
     hidden = work.hidden.clone()
     hidden[:3], hidden[12:] = spoilt, spoilt
@@ -182,8 +227,9 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
     assert all(rows.equal(outputs[0]) for rows in outputs)
     packing = Packing([9], [work.packing.parts[0].starts[1]], CPU)
     masks = [[Mask(packing, mask.visible[1:2, :, :9, : packing.length], 3, dtype)] for (mask,) in work.masks]
-    rotary = Rotary(*(table[3:12] for table in work.rotary))
-    alone = Work(work.hidden[3:12], rotary, packing, masks, work.slots[3:12], torch.tensor([1]), work.kept)
+    rotaries = [Rotary(*(table[3:12] for table in rotary)) for rotary in work.rotaries]
+    inputs = None if work.inputs is None else work.inputs[3:12]
+    alone = Work(work.hidden[3:12], rotaries, packing, masks, work.slots[3:12], torch.tensor([1]), inputs, work.kept)
     assert alone.run(model.native, model.config)[0].equal(outputs[0])
 
 
@@ -191,7 +237,17 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
 @given(stretches=st.integers(1, 3), left=st.integers(1, 8), seed=st.integers(0, 999), num=st.integers(12, 24))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("kind", "window"), [("llama", None), ("qwen3_moe", None), ("llama", 20), ("gemma3", 20), ("gpt_oss", 20)]
+    ("kind", "window"),
+    [
+        ("llama", None),
+        ("qwen3_moe", None),
+        ("llama", 20),
+        ("gemma3", 20),
+        ("gemma4", 20),
+        ("gemma4_moe", 20),
+        ("gemma4_small", 20),
+        ("gpt_oss", 20),
+    ],
 )
 def test_a_token_of_a_tree_is_that_of_its_text(
     kind: str, window: int | None, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
@@ -209,20 +265,24 @@ def test_a_token_of_a_tree_is_that_of_its_text(
     while path[0]:
         path.insert(0, parents[path[0] - 1])
     torch.manual_seed(seed)
-    hidden, kept = torch.randn(1 + num, 96).to(dtype), torch.randn(3, 2, SLOTS, 2, LENGTH, 32).to(dtype)
-    rotary = Rotary(*torch.randn(2, LENGTH, 1, 32).to(dtype))
+    hidden, heads = torch.randn(1 + num, 96).to(dtype), key_heads(model.config)
+    rotaries = [Rotary(*torch.randn(2, LENGTH, 1, own.dim).to(dtype)) for own in heads]
     cache = SlotCache(model.config, SLOTS, LENGTH, dtype, CPU)
-    cache.layers.copy_(kept)
+    for own, kept in zip(cache.of_layer, kept_of(model.config, dtype), strict=True):
+        own.copy_(kept)
+    inputs = inputs_of(model.config, 1 + num, dtype)
 
-    def run(packing: Packing, hidden: Tensor) -> Tensor:
+    def run(packing: Packing, nodes: list[int]) -> Tensor:
         view = cache.view(packing.rows, packing.columns, slice(0, 1), packing.length)
         masks = [[Mask(packing, packing.visible_in(window), 3, dtype)]] * 3
-        normed, _ = model.native(hidden.clone(), [rotary.at(packing.positions)] * 3, view, masks, ())
+        at_positions = [rotary.at(packing.positions) for rotary in rotaries]
+        own = None if inputs is None else inputs[nodes]
+        normed, _ = model.native(hidden[nodes], at_positions, view, masks, (), inputs=own)
         return normed
 
-    in_tree = run(tree, hidden)[path]
-    in_text = run(Packing([len(path)], [anchor], CPU), hidden[path])
-    one_by_one = [run(Packing([1], [anchor + i], CPU), hidden[[node]]) for i, node in enumerate(path)]
+    in_tree = run(tree, list(range(1 + num)))[path]
+    in_text = run(Packing([len(path)], [anchor], CPU), path)
+    one_by_one = [run(Packing([1], [anchor + i], CPU), [node]) for i, node in enumerate(path)]
     assert in_tree.equal(in_text)
     assert in_tree.equal(torch.cat(one_by_one))
 
@@ -236,7 +296,7 @@ def test_nothing_is_written_outside_the_cache() -> None:
         with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
             model.native(work.hidden, work.rotaries, view, work.masks, ())
         with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
-            model.native.project(work.hidden, work.rotary, view)
+            model.native.project(work.hidden, work.rotaries[0], view)
         assert not cache.layers.any()
 
 

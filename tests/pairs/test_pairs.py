@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5Config,
@@ -49,6 +51,8 @@ from helpers.tiny import (
     byte_tokenizer,
     tiny_draft,
     tiny_gemma,
+    tiny_gemma4,
+    tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
@@ -122,7 +126,7 @@ def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, "
-        "qwen3_5_text, qwen3_5_moe_text, gemma3, gemma3_text, gpt_oss",
+        "qwen3_5_text, qwen3_5_moe_text, gemma3, gemma3_text, gemma4, gemma4_text, gpt_oss",
     ):
         load_pair(target=tmp_path, dtype="float32")
 
@@ -152,35 +156,58 @@ def test_a_gemma_that_computes_something_else_is_refused(change: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all: supported is vision, None"),
+        ({"hidden_activation": "silu"}, "hidden_activation = silu: supported is gelu_pytorch_tanh"),
+    ],
+)
+def test_a_gemma4_that_computes_something_else_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_network(tiny_gemma4(**change).config)
+
+
+@pytest.mark.parametrize(
     ("text_model", "config_class", "model_class"),
     [
         (tiny_hybrid, Qwen3_5Config, Qwen3_5ForConditionalGeneration),
         (tiny_hybrid_mixture, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
         (tiny_gemma, Gemma3Config, Gemma3ForConditionalGeneration),
+        (tiny_gemma4_of_all_parts, Gemma4Config, Gemma4ForConditionalGeneration),
     ],
 )
 def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text_model: Any, config_class: Any, model_class: Any
 ) -> None:
     """Its logits are those of the whole model for a text; the log says what is left out."""
-    text = text_model().config.to_dict()
+    text, parts = text_model().config.to_dict(), dict[str, Any]()
     vision = {"hidden_size": 16, "intermediate_size": 16}
-    if config_class is Gemma3Config:
+    if config_class is Gemma4Config:
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+        parts = {"audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}}
+        parts["audio_config"] |= {"output_proj_dims": 16}
+    elif config_class is Gemma3Config:
         vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     else:
         vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 48}
-    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=True, **parts)
     torch.manual_seed(0)
     whole = model_class(config).eval()
     whole.save_pretrained(tmp_path)
+    if config_class is Gemma4Config:  # sizes of heads as they are published
+        stored = json.loads((tmp_path / "config.json").read_text())
+        assert set(stored["text_config"].pop("per_layer_config")) == {"1", "3"}
+        stored["text_config"] |= {"global_head_dim": 24, "num_global_key_value_heads": 1}
+        (tmp_path / "config.json").write_text(json.dumps(stored))
     byte_tokenizer().save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
         pair = load_pair(target=tmp_path, dtype="float32")
-    assert "only its language model is loaded, no vision part" in caplog.text
+    assert "only its language model is loaded, no vision or audio part" in caplog.text
     tokens = torch.tensor([PROMPT])
     with torch.inference_mode():
         torch.testing.assert_close(pair.target(tokens).logits, whole(tokens).logits)
-    engine, has_states = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64), text_model is not tiny_gemma
+    engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
+    has_states = text_model not in (tiny_gemma, tiny_gemma4_of_all_parts)
     assert ("prefix_tokens 64: prefix cache off, the target has recurrent states" in caplog.text) == has_states
     assert list(engine.switched_off) == (["prefix cache", "CUDA graphs"] if has_states else [])
     assert pair.vocab_size == 260

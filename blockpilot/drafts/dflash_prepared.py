@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.device import sent, tensor_on
@@ -21,9 +20,10 @@ from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
+from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing
+from blockpilot.native.products import Padding
 from blockpilot.types import Candidates
 
 
@@ -60,7 +60,8 @@ class CachedDFlash:
     def __init__(self, draft: DraftModel) -> None:
         self.draft, config = draft, draft.config
         self._layers = _layers_of(draft)
-        self._fc = prepared(draft, "fc")
+        fc = prepared(draft, "fc", outputs=Padding.to_multiple(config.hidden_size))
+        self._fused = ContextProjection(fc, draft.hidden_norm.weight)
         self._rotary = RotaryTable(draft.rotary_emb)
         self._groups = config.num_attention_heads // num_kv_heads(config)
 
@@ -96,11 +97,8 @@ class CachedDFlash:
         slots: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor]:
-        norm, found = self.draft.hidden_norm, self._fc(features)
-        contexts = functional.rms_norm(found, found.shape[-1:], norm.weight, norm.variance_epsilon)
         view = cache.view(slots, positions, slice(0, 0), 0)
-        self._layers.project(contexts, table.at(positions), view)
-        return (contexts,)
+        return (self._layers.project(features, self._fused, table.at(positions), view),)
 
     def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
         """Hidden states [N, hidden] of packed blocks [N, hidden], on top of the cached context."""

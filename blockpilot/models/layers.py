@@ -313,10 +313,12 @@ class DecoderLayers:
             return normed, hidden.new_empty(len(hidden), 0)
         return normed, torch.cat([after[i] for i in feature_layers], dim=-1)
 
-    def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
-        """Store every layer's keys and values of [N, hidden]."""
+    def project(self, features: Tensor, fused: "ContextProjection", rotary: Rotary, cache: SlotView) -> Tensor:
+        """Store all layers' keys and values of the contexts of features [N, F]; returns the contexts [N, hidden]."""
+        contexts = self._norm_of(fused.product(features), fused.norm)
         for i in range(len(self._layers)):
-            self._store(i, x, rotary, cache)
+            self._store(i, contexts, rotary, cache)
+        return contexts
 
     def _attend(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Tensor:
         """A layer's attention output [N, hidden] of normed states [N, hidden]; stores their keys and values first."""
@@ -362,6 +364,13 @@ class DecoderLayers:
 
     def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self._form.norm(hidden, weight)
+
+
+class ContextProjection(NamedTuple):
+    """Projection of the target's features to a draft's contexts: a product, and the weights [hidden] of its norm."""
+
+    product: Product
+    norm: Tensor
 
 
 def _scaled(hidden: Tensor, scalar: float) -> Tensor:

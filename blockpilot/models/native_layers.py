@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotView, layer_config, num_kv_heads
 from blockpilot.models.kernels import Product
-from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, half_heads
+from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, Rotary, half_heads
 from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
 from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Linear, Padding
@@ -113,11 +113,12 @@ class NativeLayers(DecoderLayers):
         self._inputs = Padding.to_multiple(max(layer.num_inputs for layer in layers))
         inner = max(self._inputs.padded, *(shape.inner for shape in self._shapes))
         routed = self._widths.padded * any(layer.beside is not None for layer in layers)
+        self._halves = [layer.halves for layer in layers]
         self._buffers = all_heads, attended, self._widths.padded, 2 * inner, inner, routed
 
     @property
     def halves(self) -> list[Padding]:
-        return [layer.halves for layer in self._layers]
+        return self._halves
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
         """Weights of a layer's norms, padded, its sinks, and the norms of its input and of experts beside an MLP."""
@@ -197,15 +198,23 @@ class NativeLayers(DecoderLayers):
             hidden.copy_(self._widths.cut(padded))
         return self._widths.cut(normed), self._widths.cut(features)
 
-    def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
+    def project(self, features: Tensor, fused: ContextProjection, rotary: Rotary, cache: SlotView) -> Tensor:
         # Keys and values only: C skips the rows of the product that make queries.
-        x = self._widths.pad(x)
-        assert x.is_contiguous()
+        product, norm = fused.product.packed, self._widths.pad(fused.norm)
+        assert product is not None
+        features = product.padded(features)
+        contexts = features.new_empty(len(features), self._widths.padded)
+        heads = features.new_empty(len(features), self._buffers[0])
         structs = _PassStructs(cache)
-        heads = x.new_empty(len(x), self._buffers[0])
-        tokens, turn = structs.tokens(len(x)), structs.rotary(rotary, self._layers[0].halves)
-        pointers = len(self._structs), self._shapes, self._structs, byref(tokens), byref(turn)
-        structs.check(self._project(*pointers, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
+        tokens, turn = structs.tokens(len(features)), structs.rotary(rotary, self._halves[0])
+        structs.check(
+            self._project(
+                *(len(self._structs), self._shapes, self._structs, byref(tokens), byref(turn)),
+                *(byref(product.linear), *map(_address, (norm, features, contexts, heads))),
+                torch.get_num_threads(),
+            )
+        )
+        return self._widths.cut(contexts)
 
 
 class NativeAttention:
@@ -258,10 +267,10 @@ class _PassStructs:
         self._num = 0
 
     def tokens(self, num: int) -> _TokensStruct:
-        layers, (slots, columns) = self._cache.cache.of_layer, self._cache.token_indices
+        addresses, (slots, columns) = self._cache.cache.addresses, self._cache.token_indices
         assert num == len(slots) == len(columns)
         self._num, size = num, (self._num_slots, self._length)
-        self._caches = (c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
+        self._caches = (c_void_p * len(addresses))(*addresses)
         return _TokensStruct(num, addressof(self._caches), *size, *map(self._pointer, (slots, columns)))
 
     def rotary(self, rotary: Rotary, halves: Padding) -> _RotaryStruct:
@@ -327,6 +336,7 @@ def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., i
         *(c_long, POINTER(POINTER(_PartStruct)), *buffers),
         *(c_long, POINTER(RoomStruct), c_long, c_void_p, c_void_p, c_int),
     )
-    project.argtypes = *structs, POINTER(_TokensStruct), POINTER(_RotaryStruct), c_void_p, c_void_p, c_int
+    pointers = POINTER(Linear), *(c_void_p,) * 4
+    project.argtypes = *structs, POINTER(_TokensStruct), POINTER(_RotaryStruct), *pointers, c_int
     run.restype = project.restype = c_int
     return run, project

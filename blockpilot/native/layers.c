@@ -510,26 +510,34 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
     return 0;
 }
 
-/* Store every layer's keys and values of x [tokens, hidden]; heads [tokens, made, dim] is a buffer. Returns as
- * above. */
+/* Contexts x [tokens, hidden]: the product of features [tokens, inputs], normed by `norms` [hidden]; and every layer's
+ * keys and values of them, stored. heads [tokens, made, dim] is a buffer. Returns as above. */
 int project_layers(long num_layers, const struct shape *shapes, const struct layer *layers,
-                   const struct tokens *tokens, const struct rotary *rotary, const stored *x, stored *heads,
-                   int threads)
+                   const struct tokens *tokens, const struct rotary *rotary, const struct linear *product,
+                   const stored *norms, const stored *features, stored *x, stored *heads, int threads)
 {
-    uint64_t shares[num_layers][threads];
+    uint64_t shares[num_layers + 1][threads];
     if (!fits(tokens))
         return -1;
     for (long i = 0; i < num_layers; i++) {
         struct linear kv = from_output(layers[i].qkv, shapes[i].queries * shapes[i].dim);
         share_out(&kv, 1, threads, shares[i]);
     }
+    share_out(product, 1, threads, shares[num_layers]);
 #pragma omp parallel num_threads(threads)
-    for (long i = 0; i < num_layers; i++) {
-        long skipped = shapes[i].queries * shapes[i].dim;
-        struct linear kv = from_output(layers[i].qkv, skipped);
-        const stored *norms = layers[i].of_heads ? layers[i].of_heads + skipped : NULL;
-        multiply(&kv, tokens->num, x, heads, shares[i], threads);
-        rotate_and_store(tokens, rotary, shapes + i, 0, norms, tokens->caches[i], heads);
+    {
+        long width = shapes->hidden;
+        multiply(product, tokens->num, features, x, shares[num_layers], threads);
+#pragma omp for
+        for (long token = 0; token < tokens->num; token++)
+            norm(shapes, width, shapes->own_hidden, x + token * width, norms, x + token * width);
+        for (long i = 0; i < num_layers; i++) {
+            long skipped = shapes[i].queries * shapes[i].dim;
+            struct linear kv = from_output(layers[i].qkv, skipped);
+            const stored *of_keys = layers[i].of_heads ? layers[i].of_heads + skipped : NULL;
+            multiply(&kv, tokens->num, x, heads, shares[i], threads);
+            rotate_and_store(tokens, rotary, shapes + i, 0, of_keys, tokens->caches[i], heads);
+        }
     }
     return 0;
 }

@@ -73,13 +73,18 @@ class NativeProduct:
         self.linear = Linear(num_inputs, num_outputs, *pointers)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, linear = self._inputs.pad(x).contiguous(), self.linear
-        assert (x.dtype, x.shape[-1]) == (self._packed.dtype, linear.inputs)
+        x, linear = self.padded(x), self.linear
         out = x.new_empty(*x.shape[:-1], linear.outputs)
         # Leading dimensions do not matter to C: all are rows.
         rows, threads = x.numel() // linear.inputs, torch.get_num_threads()
         self._product(ctypes.byref(linear), rows, x.data_ptr(), out.data_ptr(), threads)
         return self._outputs.cut(out)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """x [..., inputs] as C reads it."""
+        x = self._inputs.pad(x).contiguous()
+        assert (x.dtype, x.shape[-1]) == (self._packed.dtype, self.linear.inputs)
+        return x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable

@@ -26,7 +26,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from blockpilot.models.cache import SlotCache, SlotView, key_heads, key_layers, layer_config
-from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
+from blockpilot.models.kernels import Product
+from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
 from blockpilot.native.library import library_for
@@ -291,12 +292,14 @@ def test_nothing_is_written_outside_the_cache() -> None:
     model = model_of("qwen3", torch.float32)
     work = work_of(model.config, torch.float32, [[2]], 1)
     cache = SlotCache(model.config, SLOTS, LENGTH, torch.float32, CPU)
+    width = work.hidden.shape[1]
+    fused = ContextProjection(Product([nn.Linear(width, width, bias=False)]), torch.ones(width))
     for slot, column in ((SLOTS, 0), (-1, 0), (0, LENGTH), (0, -1)):
         view = cache.view(torch.tensor([0, slot]), torch.tensor([0, column]), slice(0, 1), work.packing.length)
         with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
             model.native(work.hidden, work.rotaries, view, work.masks, ())
         with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
-            model.native.project(work.hidden, work.rotaries[0], view)
+            model.native.project(work.hidden, fused, work.rotaries[0], view)
         assert not cache.layers.any()
 
 

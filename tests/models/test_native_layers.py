@@ -34,7 +34,7 @@ from blockpilot.native.library import library_for
 
 CPU, LENGTH, SLOTS = torch.device("cpu"), 140, 7
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.25}  # in bfloat16 the largest of 152 random cases was 0.14
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 0.25}  # the largest of 100 random cases was 1.4e-5, of 152 0.14
 SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaConfig),

@@ -74,7 +74,7 @@ class SlowEagle3:
         return self.weights["lm_head.weight"] @ self._norm(hidden, "norm")
 
     def along(self, target: PreTrainedModel, tokens: Sequence[int], num_known: int) -> Tensor:
-        """Scores [draft vocab] after tokens, of which the first `num_known` are final; each beginning is read once."""
+        """Scores [draft vocab] after tokens, the first `num_known` of them final. Each beginning is read once."""
         states = target(torch.tensor([tokens[:num_known]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
         own = self.weights.get("embed_tokens.weight")

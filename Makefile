@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/python workflows/smollm2_135m.py
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(if $(CI),--durations=25)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=25)
 
 check: $(READY)
 	$(BIN)/ruff check .

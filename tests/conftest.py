@@ -38,9 +38,22 @@ from helpers.tiny import (
     tiny_hybrid_mixture,
     tiny_target,
 )
+from jobs.common.cluster import num_cores
 
 settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("blockpilot")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """More than cores: tests of jobs wait for Ray half of the time."""
+    return num_cores() + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Jobs first, those with most Ray clusters before others: they mostly wait, and would run alone at the end."""
+    num_clusters = Counter(item.path for item in items if item.get_closest_marker("ray"))
+    items.sort(key=lambda item: (not {"jobs", "workflows"} & {*item.path.parts[-4:-1]}, -num_clusters[item.path]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

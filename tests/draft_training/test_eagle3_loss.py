@@ -1,6 +1,7 @@
 """EAGLE-3 training: the unrolled loss against one chain at a time, and that DraftFit learns with it."""
 
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,16 @@ def test_a_draft_learns_its_targets_answers(autocast: bool, distill: float, tiny
     assert losses[-1] < (losses[0] - 1 if distill else 0.2 * losses[0])
     tau = fit.validate(corpus, range(4)).tau[0.0]
     assert tau > 1.5 if distill else tau > 3
+
+
+def test_a_resumed_fit_is_the_undisturbed_one(tiny_pair: Pair, tmp_path: Path) -> None:
+    corpus = stored_corpus(tiny_pair, greedy_answers(tiny_pair), (0, 2, 4), tmp_path)
+    settings = DraftFitSettings(epochs=4, batch_size=2, num_anchors=2, num_sampled=0, autocast=False)
+    whole, first, again = (DraftFit(loss_of(tiny_pair), corpus, torch.arange(9), settings) for _ in range(3))
+    losses = [float(sums.loss) for sums in whole.steps()]
+    assert [float(sums.loss) for sums in islice(first.steps(), 3)] == losses[:3]
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [float(sums.loss) for sums in again.steps()] == losses[3:] != []
+    expected, draft = (fit.state_dict()["draft"] for fit in (whole, again))
+    assert all(draft[name].equal(value) for name, value in expected.items())

@@ -78,7 +78,7 @@ def stream(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), CUTS)
 def test_text_is_that_of_all_bytes_decoded_at_once_up_to_a_stop_string(
     name: str, data: st.DataObject, cuts: list[int]

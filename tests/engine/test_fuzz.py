@@ -23,7 +23,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import DRAFTED, LOOKED_UP, Constraint, Request, Sampling, Step
 from helpers.controllers import Told
 from helpers.engines import NEVER, run, text_of
-from helpers.fuzz import any_request, check_log_probs, pair_of, slow_answers
+from helpers.fuzz import any_request, check_answers, pair_of
 from helpers.tiny import SHAPE, tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 MAX_LENGTH, ORIGINAL_LENGTH = 80, 32
@@ -100,19 +100,16 @@ def check_random_requests(pair: Pair, num: int, seed: int, least_prompt: int = 3
     policies: list[dict[str, Any]] = [{}, {"policy": FixedPolicy(4 if pair.has_draft else 1)}]
     for _ in range(0, num, 16):
         requests = random_requests(pair, constraints, rng, int(rng.integers(least_prompt, 40)))
-        expected = slow_answers(pair, requests)
         plain = [run(alone, [replace(request, block_size=1)])[0] for request in requests]
+        check_answers(pair, requests, plain)
         controller = Told(pair.block_size - 1, [(3, 6), (0, 0), (2, 9), (1, 1)])
         sizes = {"num_slots": int(rng.integers(1, 9)), "max_prefill_tokens": int(rng.choice([5, 100]))}
         options = [*policies, {"controller": controller}][int(rng.integers(3))]
         crowd = Engine(pair, max_length=MAX_LENGTH, prefix_tokens=256, **sizes, **options)
         for _ in range(2):  # the second time from the prefix cache
-            for request, steps, of_plain, answer in zip(requests, run(crowd, requests), plain, expected, strict=True):
-                assert (text_of(of_plain), of_plain[-1].finish_reason) == answer, request
+            for request, steps, of_plain in zip(requests, run(crowd, requests), plain, strict=True):
                 assert shown(steps) == shown(of_plain), request
                 sources.update(source for step in steps for source in step.accepted_sources)
-        for request, of_plain in zip(requests, plain, strict=True):
-            check_log_probs(pair, request, of_plain)
     return sources
 
 

@@ -4,7 +4,6 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import torch
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.sampling import keyed_sample
 from blockpilot.native.products import native_product
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import PairId, Request, Sampling
-from helpers.engines import NEVER, plain_text, run, text_of
+from helpers.engines import NEVER, is_own_text, plain_text, run, text_of
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 
 NUM_TOKENS, PART = 8000, 256
@@ -40,15 +38,6 @@ def long_pair() -> Pair:
 def long_prompt(seed: int = 0, num: int = NUM_TOKENS, vocab_size: int = 256) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, vocab_size, (num,), generator=generator).tolist())
-
-
-def is_own_text(pair: Pair, prompt: Sequence[int], text: Sequence[int], sampling: Sampling) -> bool:
-    """True if each token is the target's choice after those before it, by one pass of the stock model."""
-    num = len(text)
-    with torch.inference_mode():
-        logits = pair.target(torch.tensor([[*prompt, *text[:-1]]]), logits_to_keep=num).logits[0]
-    positions = range(len(prompt), len(prompt) + num)
-    return keyed_sample(logits, list(positions), [sampling] * num).tolist() == list(text)
 
 
 def test_eight_thousand_tokens_beside_trees_and_again_from_the_prefix_cache() -> None:

@@ -43,6 +43,7 @@ class SlowEagle3:
     def __init__(self, weights: Mapping[str, Tensor], config: Any, norm_before_residual: bool = False) -> None:
         self.weights = {name: value.detach() for name, value in weights.items()}
         self.config, self.norm_before_residual = config, norm_before_residual
+        self._read = dict[tuple[tuple[int, ...], int], tuple[Tensor, Cache]]()  # by text and number of final tokens
 
     def step(self, feature: Tensor, embedded: Tensor, position: int, cache: Cache) -> Tensor:
         """Hidden state [hidden] after a position, from the target's feature [layers * hidden] or the draft's own."""
@@ -73,16 +74,20 @@ class SlowEagle3:
         return self.weights["lm_head.weight"] @ self._norm(hidden, "norm")
 
     def along(self, target: PreTrainedModel, tokens: Sequence[int], num_known: int) -> Tensor:
-        """Scores [draft vocab] after tokens, of which the first `num_known` are final: all of it from scratch."""
+        """Scores [draft vocab] after tokens, the first `num_known` of them final. Each beginning is read once."""
         states = target(torch.tensor([tokens[:num_known]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
         own = self.weights.get("embed_tokens.weight")
         embedded = (target.get_input_embeddings().weight if own is None else own)[torch.tensor(tokens)]
         cache: Cache = []
         for position in range(len(tokens) - 1):
-            known = position < num_known - 1
-            feature = features[position] if known else hidden  # noqa: F821
-            hidden = self.step(feature, embedded[position + 1], position, cache)
+            end = position + 2
+            key = tuple(tokens[:end]), min(end, num_known)
+            if key not in self._read:
+                feature = features[position] if position < num_known - 1 else hidden  # noqa: F821
+                cache = [*cache]
+                self._read[key] = self.step(feature, embedded[position + 1], position, cache), cache
+            hidden, cache = self._read[key]
         return self.logits(hidden)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

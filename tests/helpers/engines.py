@@ -52,15 +52,35 @@ def changed_logits(
 
 
 def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) -> tuple[int, ...]:
-    """One token at a time by the stock model, without any cache of ours; T = 0 by argmax, T > 0 by the key."""
+    """One token at a time by the stock model, without any cache of ours; T = 0 by argmax, T > 0 by the key.
+
+    A text of the engine that is the stock model's by one pass saves a pass for each token.
+    """
+    engine = Engine(pair, num_slots=1, max_length=len(prompt) + num)
+    [steps] = run(engine, [Request(tuple(prompt), num, sampling, 1, NEVER)])
+    if is_own_text(pair, prompt, text_of(steps), sampling):
+        return text_of(steps)
+    text: tuple[int, ...] = ()
+    for _ in range(num):
+        text += (next_tokens(pair, prompt, text, 1, sampling)[0],)
+    return text
+
+
+def is_own_text(pair: Pair, prompt: Sequence[int], text: Sequence[int], sampling: Sampling) -> bool:
+    """True if each token is the target's choice after those before it, by one pass of the stock model."""
+    return next_tokens(pair, prompt, text[:-1], len(text), sampling) == list(text)
+
+
+@torch.inference_mode()
+def next_tokens(pair: Pair, prompt: Sequence[int], text: Sequence[int], num: int, sampling: Sampling) -> list[int]:
+    """The stock model's choice after each of the last `num` beginnings of a text, by one pass over it."""
     from blockpilot.engine.sampling import keyed_sample
 
-    tokens = list(prompt)
-    for _ in range(num):
-        logits = pair.target(torch.tensor([tokens])).logits[0, -1]
-        logits = changed_logits(logits, sampling, prompt, tokens[len(prompt) :])
-        tokens.append(int(keyed_sample(logits[None], [len(tokens)], [replace(sampling, min_p=0.0)])[0]))
-    return tuple(tokens[len(prompt) :])
+    logits = pair.target(torch.tensor([[*prompt, *text]]), logits_to_keep=num).logits[0]
+    ends = range(len(text) + 1 - num, len(text) + 1)
+    scores = [changed_logits(row, sampling, prompt, text[:end]) for row, end in zip(logits, ends, strict=True)]
+    positions = [len(prompt) + end for end in ends]
+    return keyed_sample(torch.stack(scores), positions, [replace(sampling, min_p=0.0)] * num).tolist()
 
 
 def resize(engine: Engine, request_id: int, block_size: int) -> None:

@@ -17,7 +17,7 @@ from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, FinishReason, PairId, Request, Sampling, Step, TokenLogprobs
-from helpers.engines import NEVER, changed_logits
+from helpers.engines import NEVER, changed_logits, text_of
 from helpers.tiny import MASK_ID, byte_tokenizer
 
 MAX_NEW_TOKENS = 14
@@ -62,7 +62,7 @@ def any_request(rng: np.random.Generator, num_prompt_tokens: int) -> Request:
     )
 
 
-# --- by the stock model, one token at a time ---
+# --- by the stock model ---
 
 
 @cache
@@ -94,39 +94,40 @@ def next_scores(pair: Pair, logits: torch.Tensor, request: Request, answer: Sequ
 
 
 @torch.inference_mode()
-def slow_answers(pair: Pair, requests: Sequence[Request]) -> list[tuple[tuple[int, ...], FinishReason]]:
-    """Answers to requests without stop strings, whose prompts are equally long, and why they end."""
-    texts = [list(request.prompt_ids) for request in requests]
-    samplings = [replace(request.sampling, min_p=0.0) for request in requests]
-    num_prompt, ended = len(texts[0]), dict[int, tuple[tuple[int, ...], FinishReason]]()
-    while len(ended) < len(requests):
-        logits = pair.target(torch.tensor(texts)).logits[:, -1]
+def check_answers(pair: Pair, requests: Sequence[Request], answers: Sequence[Sequence[Step]]) -> None:
+    """Tokens, ends and log probabilities are those of the stock model, by one pass over all texts.
+
+    Each token is the choice after those before it; requests have no stop strings.
+    """
+    texts = [[*request.prompt_ids, *text_of(steps)] for request, steps in zip(requests, answers, strict=True)]
+    longest = max(map(len, texts))
+    logits = pair.target(torch.tensor([text + [0] * (longest - len(text)) for text in texts])).logits
+    for request, steps, text, of_text in zip(requests, answers, texts, logits, strict=True):
+        num_prompt = len(request.prompt_ids)
+        beginnings = [tuple(text[num_prompt:end]) for end in range(num_prompt, len(text) + 1)]
         scores = [
-            of_row if i in ended else next_scores(pair, of_row, requests[i], texts[i][num_prompt:])
-            for i, of_row in enumerate(logits)
+            next_scores(pair, row, request, answer)
+            for row, answer in zip(of_text[num_prompt - 1 :], beginnings[:-1], strict=False)
         ]
-        tokens = keyed_sample(torch.stack(scores), [len(text) for text in texts], samplings).tolist()
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            texts[i].append(token)  # also after its end, so that all are equally long
-            if i in ended:
-                continue
-            answer = tuple(texts[i][num_prompt:])
-            matcher = matcher_of(pair, request, answer)
-            if token in request.stop_token_ids or (matcher is not None and matcher.is_stopped()):
-                ended[i] = answer, "stop"
-            elif len(answer) == request.max_new_tokens:
-                ended[i] = answer, "length"
-    return [ended[i] for i in range(len(requests))]
+        samplings = [replace(request.sampling, min_p=0.0)] * len(scores)
+        positions = list(range(num_prompt, len(text)))
+        assert keyed_sample(torch.stack(scores), positions, samplings).tolist() == text[num_prompt:], request
+        reasons = [why_it_ends(pair, request, answer) for answer in beginnings[1:]]
+        assert reasons == [None] * (len(scores) - 1) + [steps[-1].finish_reason], request
+        check_log_probs(of_text[: len(text)], text, request, steps)
 
 
-@torch.inference_mode()
-def check_log_probs(pair: Pair, request: Request, steps: Sequence[Step]) -> None:
-    """Those of a request's answer and prompt are the stock model's, by one pass over the text."""
-    text, num_prompt = (
-        (*request.prompt_ids, *(token for step in steps for token in step.tokens)),
-        len(request.prompt_ids),
-    )
-    scores = pair.target(torch.tensor([text])).logits[0].log_softmax(dim=-1)
+def why_it_ends(pair: Pair, request: Request, answer: Sequence[int]) -> FinishReason | None:
+    """None if it goes on."""
+    matcher = matcher_of(pair, request, answer)
+    if answer[-1] in request.stop_token_ids or (matcher is not None and matcher.is_stopped()):
+        return "stop"
+    return "length" if len(answer) == request.max_new_tokens else None
+
+
+def check_log_probs(logits: torch.Tensor, text: Sequence[int], request: Request, steps: Sequence[Step]) -> None:
+    """Those of a request's answer and prompt are the stock model's, whose logits [len(text), V] are given."""
+    scores, num_prompt = logits.log_softmax(dim=-1), len(request.prompt_ids)
     of_answer = [of_token for step in steps for of_token in step.logprobs]
     for given, num, start, end in (
         (of_answer, request.num_logprobs, num_prompt, len(text)),

@@ -216,58 +216,81 @@ def shared(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
     return folder
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize("kind", ["dflash", "eagle3", "selector"])
-def test_a_killed_worker_changes_nothing(
-    kind: str, shared: Path, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers.
-
-    A selector alone, in a run without a kill, leaves the draft that it is trained on as it is.
-    """
-    start = str(tiny_pair_dirs[1])
-    training = config(
+def small_training(shared: Path, output: Path, **changes: object) -> TrainDraftConfig:
+    return config(
         shared / "target",
         shared / "prompts.txt",
-        output=tmp_path / "draft",
+        output=output,
         prompts_per_shard=8,
         num_own_prompts=24,
         temperatures=(0.0, 0.2),
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
-        **{"dflash": SMALL, "eagle3": EAGLE3, "selector": SELECTOR | {"start": start}}[kind],
         fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
         checkpoint_every=16,
+        **changes,
     )
+
+
+@pytest.mark.ray
+def test_a_killed_worker_changes_nothing(shared: Path, tmp_path: Path) -> None:
+    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
+    training = small_training(shared, tmp_path / "draft", **SMALL)
     command: list[object] = [ROOT / "jobs" / "train_draft.py"]
     command += ["--epochs", "6", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
     for name in training.model_fields_set - {"fit"}:
         value = getattr(training, name)
-        values = () if value is True else value if isinstance(value, tuple) else (value,)
-        command += [f"--{name.replace('_', '-')}", *values]
+        command += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else (value,))]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
     job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "log")
     try:
-        if kind != "selector":
-            kill_training_worker(job, training.output)
+        kill_training_worker(job, training.output)
         assert job.wait(200) == 0, job.log[-3000:]
     finally:
         job.kill()
+    _, draft = check_trained(training, tmp_path / "mlflow.db")
+    assert draft.vocabulary.shape == (100,)
+    assert re.search(r"tau \d\.\d+ at T=0", job.log)
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # of Ray
+def test_other_drafts_are_those_of_a_plain_fit(
+    shared: Path,
+    tiny_pair_dirs: tuple[Path, Path],
+    tmp_path: Path,
+    empty_store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """EAGLE-3, and a selector alone, which leaves the draft that it is trained on as it is; one after the other."""
+    for variable in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    training = small_training(shared, tmp_path / "eagle3", **EAGLE3)
+    run(training)
+    check_trained(training, tmp_path / "mlflow.db")
+
+    training = small_training(shared, tmp_path / "selector", start=str(tiny_pair_dirs[1]), **SELECTOR)
+    run(training)
+    trained, draft = check_trained(training, tmp_path / "mlflow.db", num_runs=2)
+    assert draft.vocabulary is None
+    kept = load_file(tiny_pair_dirs[1] / "model.safetensors")
+    assert trained.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
+    assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in kept.items())
+    assert trained["candidate_selector.successor_codebook"].any()
+
+
+def check_trained(training: TrainDraftConfig, store: Path, num_runs: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
+    """Compare a training with a plain fit on the same answers; returns its weights, and its draft as it loads."""
     trained = load_file(training.output / "draft" / "model.safetensors")
     expected, losses = plainly_trained(training)
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in expected.items())
-    if kind == "selector":
-        kept = load_file(tiny_pair_dirs[1] / "model.safetensors")
-        assert trained.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
-        assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in kept.items())
-        assert trained["candidate_selector.successor_codebook"].any()
-    assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
+    assert logged_losses(store, num_runs) == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4
-    assert kind == "eagle3" or getattr(pair.draft.vocabulary, "shape", None) == ((100,) if kind == "dflash" else None)
-    assert re.search(r"tau \d\.\d+ at T=0", job.log)
+    return trained, pair.draft
 
 
 def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
@@ -313,11 +336,13 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
     return draft, losses
 
 
-def logged_losses(store: Path) -> dict[int, float]:
-    """Step -> training loss in the one run of an MLflow store, each step once."""
+def logged_losses(store: Path, num_runs: int) -> dict[int, float]:
+    """Step -> training loss in the last of so many runs of an MLflow store, each step once."""
     client = MlflowClient(f"sqlite:///{store}")
-    [run] = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    history = client.get_metric_history(run.info.run_id, "train_loss")
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert len(runs) == num_runs
+    last = max(runs, key=lambda run: run.info.start_time)
+    history = client.get_metric_history(last.info.run_id, "train_loss")
     assert len({metric.step for metric in history}) == len(history)
     return {metric.step: metric.value for metric in history}
 

@@ -50,14 +50,20 @@ class RequestTiming:
 class Flow:
     """Requests that queue for the slots of an idle engine; the next one begins when one ends.
 
-    Repetitions of the requests (fillers) keep all slots busy until the last measured request has ended, so every
-    request is decoded in a full batch. Fillers take their share of the time and are not measured.
+    Repetitions of the requests (fillers) keep all slots busy from the first measured request to the end of the last,
+    so every request begins and decodes in a full batch, as in a server under constant load. The first fillers end one
+    after the other: slots that all begin together would charge the measured requests for a batch of prompts more.
+    Fillers take their share of the time and are not measured.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        self._engine = engine
-        self._measured = {self._engine.add(request): RequestTiming() for request in requests}
+        self._engine, num = engine, engine.num_slots
         self._again, self._fillers = cycle(requests), list[int]()
+        for i in range(1, num):
+            request = next(self._again)
+            limit = max(1, request.max_new_tokens * i // num)
+            self._fillers.append(engine.add(replace(request, max_new_tokens=limit)))
+        self._measured = {engine.add(request): RequestTiming() for request in requests}
         self._num_open = len(requests)
         self.num_tokens = 0
         """Tokens emitted so far, those of fillers included."""

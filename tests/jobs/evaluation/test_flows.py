@@ -70,8 +70,23 @@ def test_shares_are_those_of_full_batches(tiny_pair: Pair, questions: list[Promp
     assert [len(timing.output) for timing in measured] == [NUM_TOKENS] * 3
     for timing in measured:
         assert timing.total_s == NUM_TOKENS / 2
-        assert timing.num_later_steps == timing.later_s == (NUM_TOKENS - 1) / 2
-        assert timing.num_later_tokens == NUM_TOKENS - 1
+        # Two of a request's steps have a prompt: its own, and that of the request which begins beside it.
+        assert timing.num_later_steps == timing.later_s == (NUM_TOKENS - 2) / 2
+        assert timing.num_later_tokens == NUM_TOKENS - 2
+
+
+def test_requests_begin_one_after_the_other_in_a_full_batch(tiny_pair: Pair, questions: list[Prompt]) -> None:
+    engine = Engine(tiny_pair, num_slots=4, max_length=256)
+    flow = Flow(engine, unstopped(tiny_pair, questions[:8]))
+    num_begun, num_rows = list[int](), list[int]()
+    while not flow.done:
+        before = sum(bool(timing.output) for timing in flow.results)
+        flow.step()
+        num_begun.append(sum(bool(timing.output) for timing in flow.results) - before)
+        num_rows.append(engine.num_active)
+    assert max(num_begun) == 1
+    assert sum(num_begun) == 8
+    assert min(num_rows[:-1]) >= 3  # a row that ended is replaced in the next step
 
 
 @pytest.mark.usefixtures("steps_of_a_second")

@@ -267,10 +267,11 @@ class _PassStructs:
         self._num = 0
 
     def tokens(self, num: int) -> _TokensStruct:
-        addresses, (slots, columns) = self._cache.cache.addresses, self._cache.token_indices
+        layers, (slots, columns) = self._cache.cache.of_layer, self._cache.token_indices
         assert num == len(slots) == len(columns)
         self._num, size = num, (self._num_slots, self._length)
-        self._caches = (c_void_p * len(addresses))(*addresses)
+        # Not kept with the cache: a copy of it has other addresses.
+        self._caches = (c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
         return _TokensStruct(num, addressof(self._caches), *size, *map(self._pointer, (slots, columns)))
 
     def rotary(self, rotary: Rotary, halves: Padding) -> _RotaryStruct:

@@ -38,16 +38,9 @@ from helpers.tiny import (
     tiny_hybrid_mixture,
     tiny_target,
 )
-from jobs.common.cluster import num_cores
 
 settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("blockpilot")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """More than cores: tests of jobs wait for Ray half of the time."""
-    return num_cores() + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

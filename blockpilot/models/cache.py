@@ -58,7 +58,7 @@ class SlotCache:
         self.groups = groups
         """[layers, 2, num_slots, kv_heads, length, head_dim] of layers with heads of one shape; keys, then values."""
         self.of_layer = [groups[group][index] for group, index in self._places]
-        """What each layer reads, as a view [2, num_slots, kv_heads, length, head_dim]."""
+        """Views of each layer's keys and values [2, num_slots, kv_heads, length, head_dim]."""
         self.by_token = [of_layer.permute(1, 3, 0, 2, 4) for of_layer in self.of_layer]
         """The same as views [num_slots, length, 2, kv_heads, head_dim]."""
 

@@ -58,7 +58,7 @@ class RouterForm(NamedTuple):
     """A router: experts with the best scores are chosen, and weighted by a softmax over all scores."""
 
     weight: Tensor
-    """Of the scores [experts, inputs]."""
+    """Weights of the scores, [experts, inputs]."""
     bias: Tensor | None
     num_chosen: int
     is_normed: bool

@@ -135,10 +135,10 @@ class BesideNorms(NamedTuple):
     """Norm weights [hidden] where experts are beside an MLP (Gemma 4)."""
 
     before: Tensor
-    """Of the experts' input."""
+    """Norm of the experts' input."""
     of_router: Tensor
     of_experts: Tensor
-    """Of the experts' output."""
+    """Norm of the experts' output."""
     of_mlp: Tensor
 
     @classmethod
@@ -156,7 +156,7 @@ class InputWeights(NamedTuple):
     gate: Product
     projection: Product
     norm: Tensor
-    """Of the output, [hidden]."""
+    """Norm weights [hidden] of the output."""
 
     @classmethod
     def of(cls, module: Any) -> Self:

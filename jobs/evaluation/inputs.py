@@ -243,8 +243,8 @@ def group(prompts: Sequence[Prompt], num: int, mixed: bool = False) -> tuple[tup
         by_set.setdefault(prompt.set, []).append(index)
     queues = list(by_set.values())
     if mixed:
-        turns = zip_longest(*queues)
-        queues = [[index for turn in turns for index in turn if index is not None]]
+        one_of_each = zip_longest(*queues)
+        queues = [[index for indices in one_of_each for index in indices if index is not None]]
     return tuple(tuple(queue[i : i + num]) for queue in queues for i in range(0, len(queue), num))
 
 

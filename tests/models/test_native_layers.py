@@ -107,7 +107,7 @@ class Work(NamedTuple):
     slots: Tensor
     rows: "slice | Tensor"
     inputs: Tensor | None
-    """Of every layer, for layers that have such."""
+    """Inputs of every layer, for layers that have such."""
     kept: Sequence[Tensor]
     """Keys and values that the cache has before, of every layer."""
 

@@ -253,6 +253,13 @@ def _head_norms(attention: Any, config: Any) -> Tensor | None:
     return torch.cat(weights).detach()
 
 
+class ContextProjection(NamedTuple):
+    """Projection of the target's features to a draft's contexts: a product, and the weights [hidden] of its norm."""
+
+    product: Product
+    norm: Tensor
+
+
 class DecoderLayers:
     """All layers of a model and the norm after them."""
 
@@ -313,7 +320,7 @@ class DecoderLayers:
             return normed, hidden.new_empty(len(hidden), 0)
         return normed, torch.cat([after[i] for i in feature_layers], dim=-1)
 
-    def project(self, features: Tensor, fused: "ContextProjection", rotary: Rotary, cache: SlotView) -> Tensor:
+    def project(self, features: Tensor, fused: ContextProjection, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store all layers' keys and values of the contexts of features [N, F]; returns the contexts [N, hidden]."""
         contexts = self._norm_of(fused.product(features), fused.norm)
         for i in range(len(self._layers)):
@@ -364,13 +371,6 @@ class DecoderLayers:
 
     def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self._form.norm(hidden, weight)
-
-
-class ContextProjection(NamedTuple):
-    """Projection of the target's features to a draft's contexts: a product, and the weights [hidden] of its norm."""
-
-    product: Product
-    norm: Tensor
 
 
 def _scaled(hidden: Tensor, scalar: float) -> Tensor:

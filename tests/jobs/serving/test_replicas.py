@@ -61,12 +61,9 @@ def test_turns_return_to_their_replica_and_move_on_when_it_is_lost(server: Serve
     for number in range(NUM_CONVERSATIONS):
         num_cached(client, number, 1)
     # All of the first turn but an unfinished page; the system prompt alone would be less than half of it.
-    num_returned = 0
     for number in range(NUM_CONVERSATIONS):
         cached, size = num_cached(client, number, 2)
-        assert size - 80 > size_of_first / 2
-        num_returned += cached > size - 80
-    assert num_returned >= NUM_CONVERSATIONS - 1  # on a busy machine a replica may answer the router too late
+        assert cached > size - 80 > size_of_first / 2
     os.kill(server.model(client.models.list().data[0].id)["pid"], signal.SIGKILL)
     for number in range(NUM_CONVERSATIONS):  # none is refused
         assert num_cached(client, number, 3)[1] > 0

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
-CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
+CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")  # best first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Device = str | int | torch.device
 MEMORY_FILE = Path("/proc/meminfo")  # Linux

@@ -225,17 +225,17 @@ static inline __attribute__((always_inline)) void advance(
     for (long i = 0; i < key_dim; i++)
 #pragma GCC unroll 4
         for (long v = 0; v < VECTORS; v++)
-            read[v] = fused(load_floats(from + i * STRIP + v * LANES) * decay, (lanes){0} + key[i], read[v]);
+            read[v] = fused(load_floats(from + i * STRIP + v * LANES) * decay, spread(key[i]), read[v]);
     for (long v = 0; v < VECTORS; v++)
         change[v] = (load(value + v * LANES) - read[v]) * beta;
     for (long i = 0; i < key_dim; i++)
 #pragma GCC unroll 4
         for (long v = 0; v < VECTORS; v++) {
             lanes state = load_floats(from + i * STRIP + v * LANES) * decay;
-            state = fused((lanes){0} + key[i], change[v], state);
+            state = fused(spread(key[i]), change[v], state);
             memcpy(to + i * STRIP + v * LANES, &state, sizeof state);
             if (query)
-                total[v] = fused(state, (lanes){0} + query[i], total[v]);
+                total[v] = fused(state, spread(query[i]), total[v]);
         }
     if (query)
         for (long v = 0; v < VECTORS; v++)

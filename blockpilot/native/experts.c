@@ -119,7 +119,7 @@ void mix(const struct experts *experts, long rows, long hidden, const stored *x,
         for (long i = 0; i < hidden; i += LANES) {
             lanes sum = {0};
             for (long pair = row * chosen; pair < (row + 1) * chosen; pair++)
-                sum = fused((lanes){0} + room->weights[pair], load(room->found + room->places[pair] * hidden + i), sum);
+                sum = fused(spread(room->weights[pair]), load(room->found + room->places[pair] * hidden + i), sum);
             store(sum, out + row * hidden + i);
         }
 }

@@ -54,6 +54,15 @@ static inline lanes fused(lanes x, lanes y, lanes z)
 #endif
 }
 
+static inline lanes spread(float x) /* x in every lane; `(lanes){0} + x` would add */
+{
+#ifdef __AVX512F__
+    return (lanes)_mm512_set1_ps(x);
+#else
+    return (lanes)_mm256_set1_ps(x);
+#endif
+}
+
 static inline lanes load(const stored *from)
 {
     packed found = *(const packed *)from;

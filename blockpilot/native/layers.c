@@ -236,7 +236,7 @@ static inline __attribute__((always_inline)) void add_values(
                 lanes value = load(own + v * LANES);
 #pragma GCC unroll 8
                 for (long q = 0; q < num; q++)
-                    sum[q][v] = fused((lanes){0} + chances[column * stride + q], value, sum[q][v]);
+                    sum[q][v] = fused(spread(chances[column * stride + q]), value, sum[q][v]);
             }
         }
         for (long q = 0; q < num; q++)

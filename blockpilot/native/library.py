@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
+from blockpilot.device import dtype_name
 from blockpilot.storage import CACHE, whole
 
 Array = NDArray[Any]
@@ -50,16 +50,16 @@ class DtypeChoice(NamedTuple):
 
 
 def fastest_dtype(device: torch.device) -> DtypeChoice:
-    """bfloat16 on a GPU, and on a CPU with instructions for it and exact layers in C; float32 elsewhere."""
+    """bfloat16 on a GPU, and on a CPU with exact layers in C; float32 elsewhere.
+
+    Layers in C read the weights at the memory's speed, or multiply in float32 as fast from either: bfloat16 is faster
+    without instructions for it, too. By torch it would be slower there, and exact up to rounding only.
+    """
     if device.type != "cpu":
         return DtypeChoice("bfloat16", "a GPU")
-    capabilities = torch.cpu.get_capabilities()
-    instructions = next((name for name in BFLOAT16_INSTRUCTIONS if capabilities.get(name)), None)
-    if instructions is None:
-        return DtypeChoice("float32", "this CPU has no bfloat16 instructions")
     if reason := reason_without(torch.bfloat16, device):
-        return DtypeChoice("float32", f"{instructions}, but no layers in C: {reason}")
-    return DtypeChoice("bfloat16", f"{instructions}, layers in C")
+        return DtypeChoice("float32", f"no layers in C: {reason}")
+    return DtypeChoice("bfloat16", "layers in C")
 
 
 def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:

@@ -8,6 +8,7 @@
  * its other weights are 0.
  */
 #include "tiles.h"
+#include <stdlib.h>
 
 #ifdef __AVX512F__
 #define PANELS 4 /* multiplied side by side: with ROWS rows their sums fill the registers */
@@ -18,21 +19,53 @@
 #define VECTORS (PANELS * PANEL / LANES)
 
 typedef bits unaligned __attribute__((aligned(4)));
-typedef uint32_t units __attribute__((may_alias, aligned(2)));
 
-/* sum + weight * x, for one unit of LANES outputs and of one row. */
-static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
-{
-#ifndef BFLOAT16
-    float input;
-    memcpy(&input, &x, sizeof input);
-    return fused((lanes)weight, (lanes){0} + input, sum);
-#elif defined(__AVX512BF16__)
-    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)((bits){0} + x));
+/* Without instructions for bfloat16 the two parts of a unit are multiplied one after the other, in float32. */
+#if defined(BFLOAT16) && !defined(__AVX512BF16__)
+#define PARTS 2
+typedef float input;
 #else
-    lanes low = (lanes)(weight << 16), high = (lanes)(weight & 0xffff0000);
-    bits both = (bits){0} + x;
-    return fused(high, (lanes)(both & 0xffff0000), fused(low, (lanes)(both << 16), sum));
+#define PARTS 1
+typedef stored input;
+#endif
+
+/* Weights of a part of a unit, for LANES outputs. */
+static inline bits weights_of(bits unit, long part)
+{
+    if (PARTS == 1)
+        return unit;
+    return part ? unit & 0xffff0000 : unit << 16;
+}
+
+/* A row's inputs of a part of a unit, for all lanes. */
+static inline bits spread_input(const input *x)
+{
+    float unit;
+    memcpy(&unit, x, sizeof unit);
+    return (bits)spread(unit);
+}
+
+/* sum + weight * x, for a part of LANES outputs and of one row. */
+static inline lanes multiplied(lanes sum, bits weight, bits x)
+{
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)x);
+#else
+    return fused((lanes)weight, (lanes)x, sum);
+#endif
+}
+
+/* `num` inputs, a multiple of LANES, as they are multiplied; in `room` if that differs from how they are stored. */
+static const input *as_multiplied(const stored *x, long num, input *room)
+{
+#if PARTS > 1
+    for (long i = 0; i < num; i += LANES) {
+        lanes wide = load(x + i);
+        memcpy(room + i, &wide, sizeof wide);
+    }
+    return room;
+#else
+    return x;
 #endif
 }
 
@@ -73,10 +106,27 @@ void share_out(const struct linear *linear, long num, long threads, uint64_t *sh
         shares[i] = units * i / threads << 32 | units * (i + 1) / threads;
 }
 
-/* A block of `num` rows and `vectors` of LANES outputs, constants after inlining; sums go to `out`, or in float32 to
- * `floats` if that is not NULL. */
+/* Adds a part of a unit to the sums of `num` rows and `vectors` of LANES outputs, constants after inlining. */
+static inline __attribute__((always_inline)) void add_part(
+    const long num, const long vectors, const long part, long inputs, const input *x, const uint32_t *weights,
+    long stride, lanes sum[ROWS][VECTORS])
+{
+    bits weight[VECTORS];
+#pragma GCC unroll 4
+    for (long v = 0; v < vectors; v++)
+        weight[v] = weights_of(*(const unaligned *)(weights + v * LANES / PANEL * stride + v * LANES % PANEL), part);
+#pragma GCC unroll 6
+    for (long row = 0; row < num; row++) {
+        bits own = spread_input(x + row * inputs + part);
+#pragma GCC unroll 4
+        for (long v = 0; v < vectors; v++)
+            sum[row][v] = multiplied(sum[row][v], weight[v], own);
+    }
+}
+
+/* A block; sums go to `out`, or in float32 to `floats` if that is not NULL. */
 static inline __attribute__((always_inline)) void block(
-    const long num, const long vectors, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
+    const long num, const long vectors, long inputs, const input *x, const uint32_t *weights, const stored *bias,
     stored *out, float *floats, long outputs)
 {
     lanes sum[ROWS][VECTORS];
@@ -84,18 +134,10 @@ static inline __attribute__((always_inline)) void block(
     for (long row = 0; row < num; row++)
         for (long v = 0; v < vectors; v++)
             sum[row][v] = bias ? load(bias + v * LANES) : (lanes){0};
-    for (long unit = 0; unit < size; unit++) {
-        bits weight[VECTORS];
-#pragma GCC unroll 4
-        for (long v = 0; v < vectors; v++)
-            weight[v] = *(const unaligned *)(weights + (v * LANES / PANEL * size + unit) * PANEL + v * LANES % PANEL);
-#pragma GCC unroll 6
-        for (long row = 0; row < num; row++) {
-            uint32_t input = ((const units *)(x + row * inputs))[unit];
-#pragma GCC unroll 4
-            for (long v = 0; v < vectors; v++)
-                sum[row][v] = multiplied(sum[row][v], weight[v], input);
-        }
+    for (long unit = 0; unit < size; unit++, x += PER_UNIT, weights += PANEL) {
+        add_part(num, vectors, 0, inputs, x, weights, size * PANEL, sum);
+        if (PARTS > 1)
+            add_part(num, vectors, 1, inputs, x, weights, size * PANEL, sum);
     }
     long kept = outputs < LANES ? outputs : LANES;
     for (long row = 0; row < num; row++)
@@ -106,34 +148,44 @@ static inline __attribute__((always_inline)) void block(
                 store(sum[row][v], out + row * outputs + v * LANES);
 }
 
-/* Blocks of ROWS rows, and one of the remaining rows. */
-static inline __attribute__((always_inline)) void blocks(
-    long rows, const long vectors, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
-    stored *out, float *floats, long outputs)
-{
-    for (long row = 0; row < rows; row += ROWS, x += ROWS * inputs) {
-        stored *own = out ? out + row * outputs : out;
-        float *own_floats = floats ? floats + row * outputs : floats;
-        switch (rows - row) {
-        case 1: block(1, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
-        case 2: block(2, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
-        case 3: block(3, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
-        case 4: block(4, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
-        case 5: block(5, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
-        default: block(ROWS, vectors, inputs, x, weights, bias, own, own_floats, outputs);
-        }
+typedef void block_of(
+    long inputs, const input *x, const uint32_t *weights, const stored *bias, stored *out, float *floats, long outputs);
+
+/* Blocks by their number of rows less one. Not inlined: GCC then keeps all sums in registers. */
+#define BLOCK(name, num, vectors)                                                                                      \
+    static __attribute__((noinline)) void name(                                                                        \
+        long inputs, const input *x, const uint32_t *weights, const stored *bias, stored *out, float *floats,          \
+        long outputs)                                                                                                  \
+    {                                                                                                                  \
+        block(num, vectors, inputs, x, weights, bias, out, floats, outputs);                                           \
     }
+#define BLOCKS(name, vectors)                                                                                          \
+    BLOCK(name##1, 1, vectors) BLOCK(name##2, 2, vectors) BLOCK(name##3, 3, vectors)                                   \
+    BLOCK(name##4, 4, vectors) BLOCK(name##5, 5, vectors) BLOCK(name##6, ROWS, vectors)                                \
+    static block_of *const name[ROWS] = {name##1, name##2, name##3, name##4, name##5, name##6};
+BLOCKS(of_unit, VECTORS)
+BLOCKS(of_panel, PANEL / LANES)
+BLOCKS(of_few, 1)
+
+static long rows_of_block(long left) { return left < ROWS ? left : ROWS; }
+
+/* Blocks of ROWS rows, and one of the remaining rows. */
+static void blocks(
+    block_of *const *by_rows, const struct linear *linear, long rows, const input *x, stored *out, long outputs)
+{
+    for (long row = 0; row < rows; row += ROWS)
+        by_rows[rows_of_block(rows - row) - 1](linear->inputs, x + row * linear->inputs, linear->weights, linear->bias,
+                                               out + row * outputs, NULL, outputs);
 }
 
 /* The outputs of a last panel, fewer than PANEL. */
-static void last_outputs(const struct linear *linear, long rows, const stored *x, stored *out, long outputs)
+static void last_outputs(const struct linear *linear, long rows, const input *x, stored *out, long outputs)
 {
     float sums[ROWS * PANEL];
     stored whole[PANEL];
     for (long row = 0; row < rows; row += ROWS) {
-        long num = rows - row < ROWS ? rows - row : ROWS;
-        blocks(num, PANEL / LANES, linear->inputs, x + row * linear->inputs, linear->weights, linear->bias, NULL, sums,
-               PANEL);
+        long num = rows_of_block(rows - row);
+        of_panel[num - 1](linear->inputs, x + row * linear->inputs, linear->weights, linear->bias, NULL, sums, PANEL);
         for (long i = 0; i < num; i++) {
             for (long v = 0; v < PANEL; v += LANES)
                 store(load_floats(sums + i * PANEL + v), whole + v);
@@ -142,31 +194,53 @@ static void last_outputs(const struct linear *linear, long rows, const stored *x
     }
 }
 
+/* A thread's room for `num` inputs, kept for its next products; NULL if inputs are multiplied as they are stored. */
+static input *room_for(long num)
+{
+    static __thread input *room;
+    static __thread long size;
+    if (PARTS > 1 && size < num) {
+        free(room);
+        room = malloc(num * sizeof *room), size = num;
+        if (!room)
+            abort();
+    }
+    return room;
+}
+
 static void by_lanes(const struct batch *batches, uint64_t *shares, long threads)
 {
     long inputs = batches->linear->inputs, outputs = batches->linear->outputs, units = units_of(batches->linear);
+    const struct batch *converted = NULL;
+    const input *x = NULL;
     for (long place = next_unit(shares, threads); place >= 0; place = next_unit(shares, threads)) {
         const struct batch *batch = batches + place / units;
+        if (batch != converted) {
+            long num = batch->rows * inputs;
+            x = as_multiplied(batch->x, num, room_for(num)), converted = batch;
+        }
         long first = place % units * PANELS * PANEL;
         struct linear own = from_output(*batch->linear, first);
         stored *out = batch->out + first;
         if (own.outputs >= PANELS * PANEL)
-            blocks(batch->rows, VECTORS, inputs, batch->x, own.weights, own.bias, out, NULL, outputs);
+            blocks(of_unit, &own, batch->rows, x, out, outputs);
         else
             for (; own.outputs > 0; own = from_output(own, PANEL), out += PANEL)
                 if (own.outputs >= PANEL)
-                    blocks(batch->rows, PANEL / LANES, inputs, batch->x, own.weights, own.bias, out, NULL, outputs);
+                    blocks(of_panel, &own, batch->rows, x, out, outputs);
                 else
-                    last_outputs(&own, batch->rows, batch->x, out, outputs);
+                    last_outputs(&own, batch->rows, x, out, outputs);
     }
 }
 
 static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
 {
-    if (outputs == FEW)
-        blocks(rows, 1, inputs, x, panel, NULL, NULL, sums, FEW);
-    else
-        blocks(rows, PANEL / LANES, inputs, x, panel, NULL, NULL, sums, PANEL);
+    input room[PARTS > 1 ? ROWS * inputs : 1];
+    for (long row = 0; row < rows; row += ROWS) {
+        long num = rows_of_block(rows - row);
+        const input *own = as_multiplied(x + row * inputs, num * inputs, room);
+        (outputs == FEW ? of_few : of_panel)[num - 1](inputs, own, panel, NULL, NULL, sums + row * outputs, outputs);
+    }
 }
 
 #ifdef TILES

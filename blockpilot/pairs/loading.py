@@ -117,7 +117,7 @@ def load_pair(
     name: one of NAMED_PAIRS. Otherwise `target` and `draft`: hub ids ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION") or
     local directories. A target without a draft speculates by prompt lookup only.
     dtype: of weights and activations, "float32", "bfloat16" or a torch.dtype. "auto" is bfloat16 on a GPU, and on a
-    CPU with bfloat16 instructions and layers in C (texts are exact in it, too); else float32.
+    CPU with layers in C (texts are exact in it, too); else float32.
     device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
 
     Raises ValueError for unknown names, unreadable models, unsupported families, drafts that do not fit, and an

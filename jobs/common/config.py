@@ -62,8 +62,8 @@ class PairConfig(Config):
     """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one the target decodes plainly or
     by prompt lookup."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and activations. auto: bfloat16 on a GPU and on a CPU with bfloat16 instructions and a C
-    compiler (where texts stay exact), otherwise float32."""
+    """Type of weights and activations. auto: bfloat16 on a GPU, and on a CPU with AVX2 and a C compiler (where
+    texts stay exact), otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models. auto: cuda if available, otherwise cpu."""
 

@@ -93,15 +93,17 @@ def _source(target: PreTrainedModel, text: Sequence[int]) -> dict[str, Tensor]:
     source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
     if target.config.model_type != "gemma3_text":
         return source
-    found = {name: value + 1 if "norm" in name else value for name, value in source.items()}
+    converted = {name: value + 1 if "norm" in name else value for name, value in source.items()}
     sizes = _sizes(target, text, ("self_attn.o_proj", "mlp.down_proj"))
     for i in range(int(target.config.num_hidden_layers)):
         layer = f"layers.{i}."
         for norm, product in (("post_attention", "self_attn.o_proj"), ("post_feedforward", "mlp.down_proj")):
-            weight = found.pop(f"{layer}{norm}_layernorm.weight") / sizes[layer + product]
-            found[f"{layer}{product}.weight"] = weight[:, None] * found[f"{layer}{product}.weight"]
-        found[f"{layer}post_attention_layernorm.weight"] = found.pop(f"{layer}pre_feedforward_layernorm.weight")
-    return found
+            weight = converted.pop(f"{layer}{norm}_layernorm.weight") / sizes[layer + product]
+            converted[f"{layer}{product}.weight"] = weight[:, None] * converted[f"{layer}{product}.weight"]
+        converted[f"{layer}post_attention_layernorm.weight"] = converted.pop(
+            f"{layer}pre_feedforward_layernorm.weight"
+        )
+    return converted
 
 
 def _sizes(target: PreTrainedModel, text: Sequence[int], products: Sequence[str]) -> dict[str, float]:

@@ -87,5 +87,5 @@ def block_mask(blocks: Blocks, num_columns: int) -> Tensor:
     block, offset = blocks.layout()
     columns = torch.arange(num_columns, device=block.device)
     before = columns < blocks.anchors[:, block, None]
-    own = (block[:, None] == block) & (offset < blocks.sizes[:, block])[:, None]
-    return torch.cat([before, own], dim=2)
+    inside = (block[:, None] == block) & (offset < blocks.sizes[:, block])[:, None]
+    return torch.cat([before, inside], dim=2)

@@ -46,8 +46,8 @@ class BlockConvolution(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """A sublayer's output [..., N, width] for x, whose tokens [N] have these offsets in their blocks."""
         num_taps, width = self.base_kernel.shape[1:]
-        own = self.kernel_projection(x).unflatten(-1, (2, num_taps, width // self.group_size))
-        kernels = self.base_kernel + own.repeat_interleave(self.group_size, dim=-1)
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, num_taps, width // self.group_size))
+        kernels = self.base_kernel + dynamic.repeat_interleave(self.group_size, dim=-1)
         before, after = kernels.unbind(-3)
         return convolved(sublayer(convolved(x, before, offsets)), after, offsets)
 
@@ -57,11 +57,11 @@ def convolved(x: Tensor, kernels: Tensor, offsets: Tensor) -> Tensor:
 
     x [..., N, width], kernels [..., N, taps, width]. Nothing is before a block's first token, of offset [N] 0.
     """
-    found = kernels[..., 0, :] * x
+    total = kernels[..., 0, :] * x
     for tap in range(1, kernels.shape[-2]):
         earlier = x.roll(tap, dims=-2).masked_fill((offsets < tap)[:, None], 0)
-        found = found + kernels[..., tap, :] * earlier
-    return found
+        total = total + kernels[..., tap, :] * earlier
+    return total
 
 
 def through(
@@ -91,13 +91,13 @@ class DraftAttention(nn.Module):
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of hidden [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
-        keys, values = (self._apart(each) for each in outputs((self.k_proj, self.v_proj), hidden))
+        keys, values = (self._apart(projected) for projected in outputs((self.k_proj, self.v_proj), hidden))
         return turned(self.k_norm(keys), rotary), values.transpose(1, 2)
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, known: KnownLayer) -> Tensor:
         """Attend from hidden [R, W, hidden] to what is known and to itself, where mask [R, 1, W, keys] is true."""
         projections = self.q_proj, self.k_proj, self.v_proj
-        queries, keys, values = (self._apart(each) for each in outputs(projections, hidden))
+        queries, keys, values = (self._apart(projected) for projected in outputs(projections, hidden))
         queries, keys = turned(self.q_norm(queries), rotary), turned(self.k_norm(keys), rotary)
         keys, values = known.with_own(keys, values.transpose(1, 2))
         bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
@@ -261,8 +261,8 @@ class DraftModel(Draft):
     def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         embed = self.embed_tokens or embed
         if self.options.sample_from_anchor:  # a slot less, each of the token after its own position
-            found = self._of_slots(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embed)
-            return found.roll(1, dims=1)
+            shifted = self._of_slots(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embed)
+            return shifted.roll(1, dims=1)
         return self._of_slots(blocks, context, embed)
 
     def _of_slots(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:

@@ -217,10 +217,10 @@ def as_dflash(stored: dict[str, Any]) -> dict[str, Any]:
     if "transformer_layer_config" in stored:
         stored = _of_speculators(stored) | {"architectures": [ARCHITECTURE] if _is_known(named) else named}
     elif DSPARK in named or FLAT_DSPARK in named:
-        own = {**(stored.get("dflash_config") or {}), "sample_from_anchor": True}
-        if own.get("projector_type") == "dspark":  # SpecForge's word for the same
-            del own["projector_type"]
-        stored = stored | {"architectures": [ARCHITECTURE], "dflash_config": own}
+        options = {**(stored.get("dflash_config") or {}), "sample_from_anchor": True}
+        if options.get("projector_type") == "dspark":  # SpecForge's word for the same
+            del options["projector_type"]
+        stored = stored | {"architectures": [ARCHITECTURE], "dflash_config": options}
     if "sliding_attention" in (stored.get("layer_types") or ()):  # which Qwen3's class would give no window
         stored = {"use_sliding_window": True} | stored
     return stored
@@ -234,12 +234,12 @@ def _of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     network: dict[str, Any] = stored["transformer_layer_config"]
     if missing := [name for name in ("aux_hidden_state_layer_ids", "mask_token_id") if stored.get(name) is None]:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
-    own = {name: stored[name] for name in OWN_OPTIONS if name in stored}
-    own["target_layer_ids"] = [i - 1 for i in stored["aux_hidden_state_layer_ids"]]
+    options = {name: stored[name] for name in OWN_OPTIONS if name in stored}
+    options["target_layer_ids"] = [i - 1 for i in stored["aux_hidden_state_layer_ids"]]
     if network.get("model_type") == "llama":  # whose class fills in what is missing
         network = LlamaConfig.from_dict(network).to_dict()
     causal = {"is_causal": False} if stored.get("sliding_window_non_causal") else {}
-    return network | causal | {"model_type": "qwen3", "dflash_config": own}
+    return network | causal | {"model_type": "qwen3", "dflash_config": options}
 
 
 def take_own(model: DraftModel, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,7 +31,9 @@ class ConvolvedLayers(DecoderLayers):
     """Layers with convolutions over a block's tokens (DFlash 2), by torch."""
 
     def __init__(self, draft: DraftModel) -> None:
-        super().__init__([LayerWeights(each, draft.config) for each in draft.layers], draft.norm.weight, draft.config)
+        super().__init__(
+            [LayerWeights(layer, draft.config) for layer in draft.layers], draft.norm.weight, draft.config
+        )
         self._convolutions = [
             (layer.attention_conv, layer.mlp_conv) for layer in cast(Iterable[DraftLayer], draft.layers)
         ]
@@ -84,9 +86,9 @@ class CachedDFlash:
         if cache.graphs is not None:
             in_graph = partial(self._extend, table, cache.bare())
             inputs = (features, 0), (slots, 0), (positions, cache.num_columns - 1)
-            found = cache.graphs.of_tokens("extend", in_graph, inputs)
-            if found is not None:
-                return found[0]
+            outputs = cache.graphs.of_tokens("extend", in_graph, inputs)
+            if outputs is not None:
+                return outputs[0]
         return self._extend(table, cache, features, slots, positions)[0]
 
     def _extend(
@@ -115,7 +117,7 @@ class CachedDFlash:
     def _in_box(
         self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
-        queries, ends = (each.view(box.rows, box.width) for each in (places.positions, places.ends))
+        queries, ends = (values.view(box.rows, box.width) for values in (places.positions, places.ends))
         masks = self._masks(packing, queries, ends[:, 0], box.length)
         offsets = torch.arange(box.width, device=hidden.device).repeat(box.rows)
         return (self._through(hidden, table.at(places.positions), cache, masks, offsets),)
@@ -148,8 +150,8 @@ class PreparedDFlash(PreparedDraft):
         if draft.lm_head is None:
             self.head = DraftHead.of_target(target, draft.vocabulary, draft.edges)
         else:
-            own = prepared(draft, "lm_head")
-            self.head = DraftHead(own, draft.vocabulary, target.config.vocab_size, draft.edges)
+            head = prepared(draft, "lm_head")
+            self.head = DraftHead(head, draft.vocabulary, target.config.vocab_size, draft.edges)
         self._decoder, self._embed = decoder, draft.embed_tokens or of_target
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
@@ -167,14 +169,14 @@ class PreparedDFlash(PreparedDraft):
         inside = (i for depth in asked.depths for i in range(1, depth + 1))
         positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
         hidden = self._run(asked, cache)
-        found = choose(hidden, rows, positions)
+        candidates = choose(hidden, rows, positions)
         if self.head.edges is None:
-            return found
-        before = found.tokens.roll(1, dims=0)
+            return candidates
+        before = candidates.tokens.roll(1, dims=0)
         first = [end - depth for end, depth in zip(ends, asked.depths, strict=True)]
         places_and_anchors = tensor_on(before.device, [first, asked.anchors])
         before[places_and_anchors[0]] = places_and_anchors[1, :, None]
-        return self.head.edges.link(found, hidden, before, [asked.sampling[row] for row in rows], asked.num)
+        return self.head.edges.link(candidates, hidden, before, [asked.sampling[row] for row in rows], asked.num)
 
     def _run(self, asked: Asked, cache: SlotCache) -> Tensor:
         """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
@@ -190,5 +192,5 @@ class PreparedDFlash(PreparedDraft):
         rows = read_slots(asked.slots)
         index = blocks.rows if isinstance(rows, slice) else sent(rows, device)[blocks.rows]
         view = cache.view(index, blocks.columns, rows, blocks.length)
-        found = self._decoder.propose(self._embed(tensor_on(device, tokens)), blocks, view)
-        return found if from_anchor else found[blocks.after_first]
+        outputs = self._decoder.propose(self._embed(tensor_on(device, tokens)), blocks, view)
+        return outputs if from_anchor else outputs[blocks.after_first]

@@ -49,8 +49,8 @@ class UnrolledAttention:
         rows = queries.unflatten(1, shape) * size**-0.5  # [N, kv_heads, groups, A, head_dim]
         scores = (rows.flatten(2, 3) @ known_keys.transpose(2, 3)).unflatten(2, (shape[1], -1))
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-        own = [(rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True) for own_keys, _ in self._own]
-        weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1, dtype=torch.float32).to(values.dtype)
+        own_scores = [(rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True) for own_keys, _ in self._own]
+        weights = torch.cat([scores, *own_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(values.dtype)
         seen: Tensor = (weights[..., :length].flatten(2, 3) @ known_values).unflatten(2, (shape[1], -1))
         for i, (_, own_values) in enumerate(self._own, start=length):
             seen = seen + weights[..., i : i + 1] * own_values[:, :, None]
@@ -115,7 +115,9 @@ class Eagle3Attention(nn.Module):
     def forward(self, both: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """[R, W, 2 * hidden] -> [R, W, hidden]"""
         projections = self.q_proj, self.k_proj, self.v_proj
-        queries, keys, values = (each.unflatten(-1, (-1, self.head_dim)) for each in outputs(projections, both))
+        queries, keys, values = (
+            projected.unflatten(-1, (-1, self.head_dim)) for projected in outputs(projections, both)
+        )
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         attended = attend(turned(queries, rotary), turned(keys, rotary), values.transpose(1, 2))
@@ -240,11 +242,11 @@ class Eagle3Model(Draft):
         attend = UnrolledAttention((context.keys[0], context.values[0], visible))
         embed = self.embed_tokens or embed
         hidden = context.contexts.gather(1, (anchors - 1)[:, :, None].expand(-1, -1, width))
-        found = [hidden, hidden]  # nobody reads the anchor's own
+        states = [hidden, hidden]  # nobody reads the anchor's own
         for i in range(max(blocks.widths) - 2):
             tokens = context.tokens.gather(1, (anchors + 1 + i).clamp_max(length - 1))
             hidden = self(embed(tokens), hidden, anchors + i, attend)
-            found.append(hidden)
+            states.append(hidden)
         block, offset = blocks.layout()
-        of_blocks = torch.stack(found, dim=2).view(*blocks.anchors.shape, -1, width)
+        of_blocks = torch.stack(states, dim=2).view(*blocks.anchors.shape, -1, width)
         return of_blocks[:, block, offset]

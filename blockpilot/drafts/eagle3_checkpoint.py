@@ -114,11 +114,20 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
         norm_before_residual=bool(stored.get("norm_before_residual", False)),
         head_norms=is_qwen3,
     )
-    own = {"draft_vocab_size", "block_size", "eagle_config", _LAYER_IDS, "norm_before_residual", "architectures"}
-    own |= {"model_type", "layer_types", "target_layer_ids"}
+    draft_options = {
+        "draft_vocab_size",
+        "block_size",
+        "eagle_config",
+        _LAYER_IDS,
+        "norm_before_residual",
+        "architectures",
+    }
+    draft_options |= {"model_type", "layer_types", "target_layer_ids"}
     family = Qwen3Config if network.get("model_type") == "qwen3" else LlamaConfig  # which fills in what is missing
-    filled = family.from_dict({name: value for name, value in network.items() if name not in own}).to_dict()
-    return LlamaConfig.from_dict({name: value for name, value in filled.items() if name not in own}), options
+    filled = family.from_dict({name: value for name, value in network.items() if name not in draft_options}).to_dict()
+    return LlamaConfig.from_dict(
+        {name: value for name, value in filled.items() if name not in draft_options}
+    ), options
 
 
 def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:

@@ -92,10 +92,10 @@ class PreparedEagle3(PreparedDraft):
         view = cache.view(index[packing.rows], packing.columns, read_slots(slots), packing.length)
         masks = [Mask(part, part.visible, self._groups, self._draft.dtype) for part in packing.parts]
         fused = self._fc(features.to(self._draft.dtype))
-        found = self._entries(tokens, fused, packing.positions, view, masks)
+        hidden = self._entries(tokens, fused, packing.positions, view, masks)
         ends = accumulate(packing.sizes)
-        cache.hidden[index] = found[tensor_on(device, [end - 1 for end in ends])]
-        return found
+        cache.hidden[index] = hidden[tensor_on(device, [end - 1 for end in ends])]
+        return hidden
 
     def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
         assert isinstance(cache, Eagle3Cache)
@@ -107,23 +107,23 @@ class PreparedEagle3(PreparedDraft):
         links = list[Tensor]()  # [R, P, k]: places of a level's choices among the contexts of the next
         above = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)  # logarithms of the contexts' chances
         seen = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)  # [R, P, drafted entries] of contexts
-        own = torch.eye(width, dtype=torch.bool, device=device)
+        itself = torch.eye(width, dtype=torch.bool, device=device)
         for depth in range(1, max(asked.depths) + 1):
             num_contexts = hidden.shape[1]
             of_contexts = [row for row in rows for _ in range(num_contexts)]
-            found = choose(hidden.flatten(0, 1), of_contexts, [asked.starts[row] + depth for row in of_contexts])
-            tokens, parents, above, places = _followed(found, above, width)
-            levels.append(Level(rows, found))
+            candidates = choose(hidden.flatten(0, 1), of_contexts, [asked.starts[row] + depth for row in of_contexts])
+            tokens, parents, above, places = _followed(candidates, above, width)
+            levels.append(Level(rows, candidates))
             links.append(places)
             kept = [i for i, row in enumerate(rows) if asked.depths[row] > depth]
             if not kept:
                 break
             of_parents = parents[:, :, None]
-            hidden, seen = (each.gather(1, of_parents.expand(-1, -1, each.shape[2])) for each in (hidden, seen))
-            seen = torch.cat([seen, own.expand(len(rows), -1, -1)], dim=2)
+            hidden, seen = (values.gather(1, of_parents.expand(-1, -1, values.shape[2])) for values in (hidden, seen))
+            seen = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=2)
             if len(kept) < len(rows):
                 rows, index = [rows[i] for i in kept], tensor_on(device, kept)
-                tokens, hidden, above, seen = (each[index] for each in (tokens, hidden, above, seen))
+                tokens, hidden, above, seen = (values[index] for values in (tokens, hidden, above, seen))
             slots, starts = ([of_rows[row] for row in rows] for of_rows in (asked.slots, asked.starts))
             hidden = self._follow(tokens, hidden, seen, depth - 1, slots, starts, cache)
         return _linked(levels, links, width)
@@ -133,12 +133,12 @@ class PreparedEagle3(PreparedDraft):
         device, rows, levels = cache.device, list(range(len(asked.slots))), list[Level]()
         hidden = cache.hidden[tensor_on(device, asked.slots)]  # [R, hidden]
         for depth in range(1, max(asked.depths) + 1):
-            found = choose(hidden, rows, [asked.starts[row] + depth for row in rows])
-            levels.append(Level(rows, found))
+            candidates = choose(hidden, rows, [asked.starts[row] + depth for row in rows])
+            levels.append(Level(rows, candidates))
             kept = [i for i, row in enumerate(rows) if asked.depths[row] > depth]
             if not kept:
                 break
-            tokens = found.tokens[:, 0]
+            tokens = candidates.tokens[:, 0]
             if len(kept) < len(rows):
                 rows, index = [rows[i] for i in kept], tensor_on(device, kept)
                 tokens, hidden = tokens[index], hidden[index]
@@ -169,8 +169,8 @@ class PreparedEagle3(PreparedDraft):
         view = cache.view(index[packing.rows], packing.columns, read_slots(slots), packing.length)
         first = tensor_on(tokens.device, starts)[:, None]
         visible = (torch.arange(packing.length, device=tokens.device) < first)[:, None].repeat(1, width, 1)
-        own = first + torch.arange(seen.shape[2], device=tokens.device)
-        visible.scatter_(2, own[:, None].expand(-1, width, -1), seen)
+        columns = first + torch.arange(seen.shape[2], device=tokens.device)
+        visible.scatter_(2, columns[:, None].expand(-1, width, -1), seen)
         mask = Mask(packing, visible[:, None], self._groups, self._draft.dtype)
         positions = (first + depth).expand(-1, width).flatten()
         return self._entries(tokens.flatten(), hidden.flatten(0, 1), positions, view, [mask]).view_as(hidden)
@@ -192,7 +192,7 @@ class PreparedEagle3(PreparedDraft):
         return hidden
 
 
-def _followed(found: Candidates, above: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _followed(candidates: Candidates, above: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The `width` most probable of the choices [R * P, k] after contexts of log chances `above` [R, P].
 
     The first choice after the first context is always the first of them: a chain of first choices is followed
@@ -200,14 +200,14 @@ def _followed(found: Candidates, above: Tensor, width: int) -> tuple[Tensor, Ten
     of every choice among them, -1 for none.
     """
     num_rows, num_contexts = above.shape
-    chances = above[:, :, None] + own_chances(found)[0].view(num_rows, num_contexts, -1).log()
+    chances = above[:, :, None] + own_chances(candidates)[0].view(num_rows, num_contexts, -1).log()
     num = chances.shape[2]
     ordered = chances.flatten(1).clone()
     ordered[:, 0] = torch.inf
     chosen = ordered.topk(width, dim=1).indices
     places = torch.full_like(chosen[:, :1], -1).repeat(1, num_contexts * num)
     places.scatter_(1, chosen, torch.arange(width, device=chosen.device).expand(num_rows, -1))
-    tokens = found.tokens.view(num_rows, -1).gather(1, chosen)
+    tokens = candidates.tokens.view(num_rows, -1).gather(1, chosen)
     return tokens, chosen // num, chances.flatten(1).gather(1, chosen), places.view(num_rows, num_contexts, num)
 
 
@@ -232,7 +232,7 @@ def _linked(levels: Sequence[Level], links: Sequence[Tensor], width: int) -> Lin
 
     apart = (Candidates(*(spread(values, len(level.rows)) for values in level.found)) for level in levels)
     order = _by_row(levels, links[0].device)
-    found = _in_order([Level(level.rows, each) for level, each in zip(levels, apart, strict=True)], order)
+    candidates = _in_order([Level(level.rows, choices) for level, choices in zip(levels, apart, strict=True)], order)
     first, *rest = links
     places = torch.cat([first.expand(-1, width, -1), *rest])[order]
-    return Linked(Candidates(*(values.flatten(0, 1) for values in found)), places)
+    return Linked(Candidates(*(values.flatten(0, 1) for values in candidates)), places)

@@ -78,26 +78,26 @@ class Edges(nn.Module, ABC):
 
     @torch.no_grad()
     def link(
-        self, found: Candidates, hidden: Tensor, before: Tensor, sampling: Sequence[Sampling], num: int
+        self, candidates: Candidates, hidden: Tensor, before: Tensor, sampling: Sequence[Sampling], num: int
     ) -> Linked:
         """The `num` best of a slot's own choices [N, W] after each of the tokens before it [N, P].
 
         hidden [N, hidden]. A slot's scores are lifted by the edges, at the temperature of its sampling [N].
         """
-        scale = [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
-        temperatures, drawn = tensor_on(before.device, scale), found.drawn.repeat_interleave(before.shape[1])
+        scale = [1.0 if of_row.is_greedy else min(of_row.temperature, LARGEST) for of_row in sampling]
+        temperatures, drawn = tensor_on(before.device, scale), candidates.drawn.repeat_interleave(before.shape[1])
         if before.device.type == "cpu" and self.tables is not None:
-            given = self.tables, found, hidden, before, temperatures, num
+            given = self.tables, candidates, hidden, before, temperatures, num
             if (followed := link_choices(*given, is_whole=self.is_whole)) is not None:
                 return _linked(followed, drawn)
-        lifted = self.between(hidden, before, found.tokens).float() / temperatures[:, None, None]
-        log_probs, scores = (values[:, None] + lifted for values in (found.log_probs, found.scores))
+        lifted = self.between(hidden, before, candidates.tokens).float() / temperatures[:, None, None]
+        log_probs, scores = (values[:, None] + lifted for values in (candidates.log_probs, candidates.scores))
         total = log_probs.logsumexp(dim=2)
         if self.is_whole:  # what is no choice keeps its own probability
-            of_rest = torch.log1p(-found.log_probs.exp().sum(dim=1).clamp(max=1 - 1e-6))
+            of_rest = torch.log1p(-candidates.log_probs.exp().sum(dim=1).clamp(max=1 - 1e-6))
             total = torch.logaddexp(total, of_rest[:, None])
         scores, places = (scores - total[:, :, None]).topk(min(num, scores.shape[2]), dim=2)
-        tokens = found.tokens[:, None].expand_as(log_probs).gather(2, places)
+        tokens = candidates.tokens[:, None].expand_as(log_probs).gather(2, places)
         log_probs = (log_probs - total[:, :, None]).gather(2, places)
         return _linked(Followed(tokens, log_probs, scores, places), drawn)
 
@@ -107,7 +107,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def _linked(followed: Followed, drawn: Tensor) -> Linked:
-    tokens, log_probs, scores = (each.flatten(0, 1) for each in followed[:3])
+    tokens, log_probs, scores = (values.flatten(0, 1) for values in followed[:3])
     return Linked(Candidates(tokens, scores, log_probs, drawn), followed.places)
 
 

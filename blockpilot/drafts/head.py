@@ -21,34 +21,34 @@ from blockpilot.native.ranking import Subset
 class DraftHead:
     """hidden [M, hidden] -> logits [M, K] of the tokens that the draft may propose: its `subset`, or None for all.
 
-    `own` gives the logits of `tokens` [K], ids of the draft's vocabulary, ascending; None where it is the target's.
+    `head` gives the logits of `tokens` [K], ids of the draft's vocabulary, ascending; None where it is the target's.
     """
 
     def __init__(
         self,
-        own: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
         tokens: Tensor | None,
         vocab_size: int,
         edges: Edges | None = None,
     ) -> None:
         is_whole = tokens is None or torch.equal(tokens.cpu(), torch.arange(vocab_size))
         self.subset = None if tokens is None or is_whole else Subset.of(tokens, vocab_size)
-        self.edges, self._own = edges, own
+        self.edges, self._head = edges, head
 
     @classmethod
     def of_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, edges: Edges | None = None) -> Self:
         """The target's, or its rows of a vocabulary."""
         tokens, head = None if vocabulary is None else vocabulary.sort().values, target.get_output_embeddings()
-        own = head if tokens is None else _some_rows(head, tokens)
-        return cls(own, tokens, target.config.vocab_size, edges)
+        proposing = head if tokens is None else _some_rows(head, tokens)
+        return cls(proposing, tokens, target.config.vocab_size, edges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._own(hidden)
+        return self._head(hidden)
 
 
-def is_copy(own: nn.Module | None, of_target: nn.Module) -> bool:
+def is_copy(module: nn.Module | None, target_module: nn.Module) -> bool:
     """True for embeddings or an LM head of a draft that are the target's over again."""
-    return own is not None and torch.equal(cast(Tensor, own.weight), cast(Tensor, of_target.weight))
+    return module is not None and torch.equal(cast(Tensor, module.weight), cast(Tensor, target_module.weight))
 
 
 @torch.no_grad()

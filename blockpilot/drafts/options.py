@@ -65,10 +65,10 @@ def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[in
 
 def parse_options(config: "Qwen3Config") -> DraftOptions:
     """Options of a configuration; raises ValueError, naming what is missing or not supported."""
-    own: dict[str, Any] = getattr(config, "dflash_config", None) or {}
+    nested: dict[str, Any] = getattr(config, "dflash_config", None) or {}
 
     def option(name: str) -> Any:
-        value = own.get(name)
+        value = nested.get(name)
         return getattr(config, name, None) if value is None else value
 
     architectures = config.architectures or [ARCHITECTURE]

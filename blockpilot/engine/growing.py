@@ -166,25 +166,25 @@ def grow_all(rows: Sequence[Row], offered: Offered | None, kinds: Array, select:
 
 def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
     """Trees of the first sizes[r] nodes of every row, and the indices [R, 1 + M] of anchor and nodes in them."""
-    found = (ordered(nodes, sizes) if has_functions() else None) or _ordered(nodes, sizes)
-    tokens, parents, sources = (values.tolist() for values in found[1:])
+    in_order = (ordered(nodes, sizes) if has_functions() else None) or _ordered(nodes, sizes)
+    tokens, parents, sources = (values.tolist() for values in in_order[1:])
     trees = list[Tree]()
     for r, size in enumerate(sizes.tolist()):
         trees.append(Tree(tuple(tokens[r][:size]), tuple(parents[r][:size]), tuple(sources[r][:size])))
-    return found.indices, trees
+    return in_order.indices, trees
 
 
 def _ordered(nodes: Nodes, sizes: Array) -> Ordered:
     """As `ordered` of native/growing.py."""
     rows, room = nodes.tokens.shape
-    found = Ordered(np.zeros((rows, 1 + room), dtype=int), *np.zeros((3, rows, room), dtype=int))
+    in_order = Ordered(np.zeros((rows, 1 + room), dtype=int), *np.zeros((3, rows, room), dtype=int))
     for r, size in enumerate(sizes.tolist()):
         parents = nodes.parents[r, :size]
         places = np.array(places_of(parents.tolist()))
         at = places[1:] - 1
-        found.indices[r, : 1 + size], found.parents[r, at] = places, places[parents]
-        found.tokens[r, at], found.sources[r, at] = nodes.tokens[r, :size], nodes.sources[r, :size]
-    return found
+        in_order.indices[r, : 1 + size], in_order.parents[r, at] = places, places[parents]
+        in_order.tokens[r, at], in_order.sources[r, at] = nodes.tokens[r, :size], nodes.sources[r, :size]
+    return in_order
 
 
 def as_arrays(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
@@ -255,9 +255,9 @@ def verified(
             on_path[g, paths[slot]] = True
             emitted[g, : len(tokens)] = tokens
     # 2. Nodes whose parent is on it.
-    each, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
-    seen = on_path[each, grown.indices[each, nodes.parents]] & taken
-    right = np.equal(nodes.tokens, emitted[each, nodes.depths - 1])
+    row, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
+    seen = on_path[row, grown.indices[row, nodes.parents]] & taken
+    right = np.equal(nodes.tokens, emitted[row, nodes.depths - 1])
     of_path = taken & (nodes.steps >= 0)
     has_path = np.logical_or.reduce(of_path, axis=1, keepdims=True)
     looked_up, drafted = seen & of_path, seen & (nodes.choices >= 0) & ~has_path

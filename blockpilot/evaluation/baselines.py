@@ -75,10 +75,10 @@ class Margins(AcceptanceModel):
         self.of_margin = np.tile([0.5, 0.5], (self.deepest, 1))  # weights of margin and 1
         self._covariances = np.tile(np.eye(2), (self.deepest, 1, 1))
 
-    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
-        scores, drawn = found.scores.numpy(force=True), found.drawn.numpy(force=True)
+    def propose(self, known: Array, candidates: Candidates, slots: Array) -> Proposal:
+        scores, drawn = candidates.scores.numpy(force=True), candidates.drawn.numpy(force=True)
         first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
-        later = np.minimum(first, own_chances(found)[0, :, 1:].numpy(force=True))
+        later = np.minimum(first, own_chances(candidates)[0, :, 1:].numpy(force=True))
         probs = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
         return Proposal(scores, scores, drawn, slots, probs)
 

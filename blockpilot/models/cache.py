@@ -39,11 +39,11 @@ class SlotCache:
         halves: Sequence[Padding] | None = None,
     ) -> None:
         self.max_length, heads = length, self.key_heads(config)
-        self._halves = halves or [Padding(own.dim // 2, own.dim // 2) for own in heads]
+        self._halves = halves or [Padding(head.dim // 2, head.dim // 2) for head in heads]
         owners, groups = key_layers(config)[: len(heads)], dict[tuple[int, int, int], list[int]]()
-        for i, (own, half) in enumerate(zip(heads, self._halves, strict=True)):
+        for i, (head, half) in enumerate(zip(heads, self._halves, strict=True)):
             if owners[i] == i:
-                groups.setdefault((own.num, length + num_spare, 2 * half.padded), []).append(i)
+                groups.setdefault((head.num, length + num_spare, 2 * half.padded), []).append(i)
         groups = groups or {(0, length + num_spare, 0): []}  # of a draft without layers
         places = {layer: (i, j) for i, layers in enumerate(groups.values()) for j, layer in enumerate(layers)}
         self._places = [places[owner] for owner in owners]
@@ -260,7 +260,7 @@ def key_heads(config: Any) -> list[KeyHeads]:
     num_layers = int(config.num_hidden_layers)
     if not has_layer_configs(config):
         return [KeyHeads(num_kv_heads(config), head_dim(config))] * num_layers
-    return [KeyHeads(num_kv_heads(own), head_dim(own)) for own in config.per_layer_config]
+    return [KeyHeads(num_kv_heads(layer), head_dim(layer)) for layer in config.per_layer_config]
 
 
 def key_layers(config: Any) -> list[int]:

@@ -199,10 +199,10 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 def full_rope(config: Any) -> dict[str, Any]:
     """Rotary parameters of the layers that see the whole text, as a draft may have them."""
     rope = config.rope_parameters or {}
-    found = dict(rope.get("full_attention", rope))
-    if found.get("rope_type") == PROPORTIONAL:
-        return {"rope_type": "default", "rope_theta": found["rope_theta"]}
-    return found
+    rope = dict(rope.get("full_attention", rope))
+    if rope.get("rope_type") == PROPORTIONAL:
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rope
 
 
 def check_network(config: Any) -> None:

@@ -173,12 +173,12 @@ class LayerWeights:
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
         self.form = LayerForm.of(config)
         # Gemma's layers norm what a sublayer adds, too, by names that have another meaning elsewhere.
-        has_more, own = hasattr(module, "pre_feedforward_layernorm"), module.post_attention_layernorm
+        norms_outputs, post_attention = hasattr(module, "pre_feedforward_layernorm"), module.post_attention_layernorm
         self.before = _copied(module.input_layernorm)
-        self.after = _copied(module.pre_feedforward_layernorm if has_more else own)
+        self.after = _copied(module.pre_feedforward_layernorm if norms_outputs else post_attention)
         """Norm weights [hidden], before attention and before the MLP: copies that layers.c can point to."""
-        self.of_attended = _copied(own) if has_more else None
-        self.of_mlp = _copied(module.post_feedforward_layernorm) if has_more else None
+        self.of_attended = _copied(post_attention) if norms_outputs else None
+        self.of_mlp = _copied(module.post_feedforward_layernorm) if norms_outputs else None
         """Norm weights [hidden] of what attention and the MLP add; None if it is added as it is."""
         attention, self.dim = module.self_attn, head_dim(config)
         self.num_queries, self.num_kv = config.num_attention_heads, num_kv_heads(config)
@@ -309,8 +309,8 @@ class DecoderLayers:
             delta = self._normed(delta, layer.of_mlp)
             if layer.inputs is not None and inputs is not None:
                 gate = functional.gelu(layer.inputs.gate(hidden.add_(delta)), approximate="tanh")
-                own = inputs.unflatten(1, (len(self._layers), -1))[:, i]
-                delta = self._norm_of(layer.inputs.projection(gate * own), layer.inputs.norm)
+                layer_input = inputs.unflatten(1, (len(self._layers), -1))[:, i]
+                delta = self._norm_of(layer.inputs.projection(gate * layer_input), layer.inputs.norm)
             scalar = layer.scalar
             if i in feature_layers:
                 after[i] = _scaled(hidden + delta, scalar)

@@ -105,8 +105,8 @@ class NativeLayers(DecoderLayers):
             self._structs[i] = self._struct(layer, self._weights[i], self._experts[i])
             heads = layer.num_queries, layer.num_kv, layer.num_made
             sizes = *heads, 2 * layer.halves.padded, self._structs[i].down.inputs
-            own = self._widths.size, layer.dim
-            self._shapes[i] = _ShapeStruct(self._widths.padded, *sizes, *own, *self._form, layer.norms_values)
+            dims = self._widths.size, layer.dim
+            self._shapes[i] = _ShapeStruct(self._widths.padded, *sizes, *dims, *self._form, layer.norms_values)
         # One buffer serves all layers: as wide as the widest layer, or expert.
         all_heads = max((shape.queries + shape.made) * shape.dim for shape in self._shapes)
         attended = max(shape.queries * shape.dim for shape in self._shapes)
@@ -231,8 +231,8 @@ class NativeAttention:
         padded = half_heads(config).padded
         self._halves = Padding(padded, padded)  # of heads that are padded already
         heads, kv = config.num_attention_heads, num_kv_heads(config)
-        own = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
-        self._shape = _ShapeStruct(0, heads, kv, 2 * kv, 2 * padded, 0, 0, *own)
+        constants = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+        self._shape = _ShapeStruct(0, heads, kv, 2 * kv, 2 * padded, 0, 0, *constants)
 
     def begin(self, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Callable[[int, Tensor], Tensor]:
         """Attention of a pass: layer in the cache, heads [N, queries + 2 * kv, padded] -> [N, queries, padded].

@@ -172,10 +172,10 @@ def ordered(nodes: Nodes, sizes: Array) -> Ordered | None:
     if (library := text_library()) is None:
         return None
     rows, room = nodes.tokens.shape
-    found = Ordered(np.zeros((rows, 1 + room), dtype=np.int64), *np.zeros((3, rows, room), dtype=np.int64))
-    arrays = map(pointer, (sizes, nodes.tokens, nodes.parents, nodes.sources, *found))
+    in_order = Ordered(np.zeros((rows, 1 + room), dtype=np.int64), *np.zeros((3, rows, room), dtype=np.int64))
+    arrays = map(pointer, (sizes, nodes.tokens, nodes.parents, nodes.sources, *in_order))
     library.order_trees(c_long(rows), c_long(room), *arrays)
-    return found
+    return in_order
 
 
 def select_nodes(

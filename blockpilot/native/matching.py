@@ -54,7 +54,7 @@ class TextIndex:
         shape = c_long(room), c_int(self._bits)
         arrays = self._tokens, self._previous, self._heads, self._num, self._expected, self._held
         self._state = *shape, *(pointer(values) for values in arrays)
-        self._found = Matches(*[np.empty((0, 0))] * 4)  # buffers of the latest matches
+        self._matches = Matches(*[np.empty((0, 0))] * 4)  # buffers of the latest matches
 
     @property
     def num_bytes(self) -> int:
@@ -77,11 +77,11 @@ class TextIndex:
         tokens = pointer(flat), pointer(ends)
         if longest := self._library.extend_texts(*text, *self._state, *tokens):
             raise ValueError(f"{longest} tokens: a text has room for {self._tokens.shape[1]}")
-        if self._found.paths.shape != (len(self._num), most):
+        if self._matches.paths.shape != (len(self._num), most):
             sizes, seen = np.empty((2, len(self._num)), dtype=np.int64)
             paths, known = np.empty((len(self._num), most), dtype=np.int32), np.empty((len(self._num), 3))
-            self._found = Matches(paths, sizes, known, seen)
-        found = self._found
-        if not self._library.match_texts(*text, *self._state, c_long(most), *map(pointer, found)):
+            self._matches = Matches(paths, sizes, known, seen)
+        matches = self._matches
+        if not self._library.match_texts(*text, *self._state, c_long(most), *map(pointer, matches)):
             return None
-        return Matches._make(values[:rows].copy() for values in found)
+        return Matches._make(values[:rows].copy() for values in matches)

@@ -155,11 +155,15 @@ def tiny_gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
     return model
 
 
-def tiny_sliding(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
-    """A random Qwen3 whose upper layers have a window, with changes of its configuration."""
+def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    """A random Qwen3, with changes of its configuration."""
     torch.manual_seed(seed)
-    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 12} | window | changes))
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 12} | changes))
+
+
+def tiny_sliding(seed: int = 0) -> Qwen3ForCausalLM:
+    """A random Qwen3 whose upper layers have a window."""
+    return tiny_qwen3(seed, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
 
 
 HYBRID: dict[str, Any] = {

@@ -9,7 +9,6 @@ import torch
 
 import blockpilot as bp
 from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior
-from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import MAX_DEPTH
@@ -96,13 +95,8 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     """
     seen: list[Prefill] = []
     sampling = Sampling(0.7, seed=3)
-    engine = Engine(
-        tiny_pair,
-        num_slots=3,
-        max_length=128,
-        policy=lambda prefill: seen.append(prefill) or 5,
-        max_prefill_tokens=max_prefill_tokens,
-    )
+    sizes = {"num_slots": 3, "max_length": 128, "max_prefill_tokens": max_prefill_tokens}
+    engine = Engine(tiny_pair, policy=lambda prefill: seen.append(prefill) or 5, **sizes)
     requests = [Request(prompt, 12, sampling, size, NEVER) for prompt, size in ((LONG, None), (PROMPT, 1), (LONG, 2))]
     steps = run(engine, requests)
     assert [of_request[1].block_size for of_request in steps] == [5, 1, 2]
@@ -215,12 +209,6 @@ def test_bad_engines_are_refused(tiny_pair: Pair, sizes: dict[str, int], message
 def test_a_policy_out_of_range_is_an_error(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="the policy's block size 0: must be 1 to 32"):
         list(generate(tiny_pair, PROMPT, policy=lambda prefill: 0, max_new_tokens=4))
-    with pytest.raises(ValueError, match=r"candidates \(0,\): 0 is not a block size"):
-        FixedPolicy(0)
-
-
-def test_public_names() -> None:
-    assert all(hasattr(bp, name) for name in bp.__all__)
 
 
 @pytest.mark.gpu

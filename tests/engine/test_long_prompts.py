@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.native.products import native_product
 from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.types import PairId, Request, Sampling
+from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, is_own_text, plain_text, run, text_of
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from helpers.fuzz import pair_of
+from helpers.tiny import tiny_target
 
 NUM_TOKENS, PART = 8000, 256
 HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
@@ -26,13 +26,8 @@ WORKSPACE = 64 * MIB  # beyond the caches: a part's masks, scores and hidden sta
 
 
 def long_pair() -> Pair:
-    """The tiny pair with positions for 8,192 tokens."""
-    target = tiny_target()
-    target.config.max_position_embeddings = 8192
-    draft: DraftModel = tiny_draft(target)
-    for model in (target, draft):
-        model.eval().requires_grad_(False)
-    return Pair(PairId("tiny", "0", "tiny", "0"), target, draft, byte_tokenizer())
+    """A tiny target with positions for 8,192 tokens, and a random draft."""
+    return pair_of(tiny_target(max_position_embeddings=8192), torch.float32)
 
 
 def long_prompt(seed: int = 0, num: int = NUM_TOKENS, vocab_size: int = 256) -> tuple[int, ...]:

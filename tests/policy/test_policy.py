@@ -154,7 +154,7 @@ def test_a_step_policy_is_the_prior_of_the_engines_choice(tiny_pair: Pair) -> No
 
 REFUSED: dict[str, Callable[[], object]] = {
     r"candidates \(\)": lambda: CandidateSet(()),
-    r"candidates \(0,\)": lambda: FixedPolicy(0),
+    r"candidates \(0,\): 0 is not a block size": lambda: FixedPolicy(0),
     r"candidates \(2, 2\)": lambda: CandidateSet((2, 2)),
     r"candidates \(4, 2\)": lambda: CandidateSet((4, 2)),
     r"candidates \(1.0, 2\)": lambda: CandidateSet((1.0, 2)),  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import math
 from copy import copy, deepcopy
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,22 @@ from blockpilot.draft_training.start import check_start, start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_prepared import CachedDFlash
-from blockpilot.drafts.edges import GatedMarkovHead
 from blockpilot.engine.generate import generate
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Sampling
-from helpers.documents import PROMPTS, SOURCE, greedy_answers, random_documents, stored_corpus, write_shard
+from helpers.dflash import slow_lift
+from helpers.documents import (
+    PROMPTS,
+    SOURCE,
+    check_resumed,
+    greedy_answers,
+    random_documents,
+    stored_corpus,
+    write_shard,
+)
 from helpers.tiny import tiny_draft, tiny_gemma, tiny_gemma4
 
 BLOCK = 4
@@ -88,20 +95,6 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def lift(draft: DraftModel, hidden: Tensor, before: int) -> Tensor:
-    """Scores that the edges add to all tokens after another."""
-    if draft.candidate_selector is not None:
-        edges = draft.candidate_selector
-        vector = edges.predecessor_codebook[before] * (edges.hidden_projection.weight @ hidden)
-        return (edges.successor_codebook @ vector).detach()
-    if draft.markov_head is None:
-        return torch.zeros(draft.config.vocab_size)
-    vector = draft.markov_head.markov_w1.weight[before]
-    if isinstance(draft.markov_head, GatedMarkovHead):
-        vector = draft.markov_head.gate_proj(torch.cat([hidden, vector])).sigmoid() * vector
-    return (draft.markov_head.markov_w2.weight @ vector).detach()
-
-
 def mixed(logits: Tensor, of_target: Tensor, label: int, distill: float, overlap: float) -> float:
     """Loss of one position: cross entropies with the answer's token and the target, and the LK loss."""
     log_probs = logits.log_softmax(0)
@@ -130,7 +123,7 @@ def test_the_loss_equals_a_slow_loop(
     number = {token: i for i, token in enumerate(ids.tolist())}
     loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill, overlap=overlap)
     scores = loss(batch)
-    drafted = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach()
+    drafted, weights = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach(), draft.state_dict()
     total = weight = 0.0
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
@@ -139,7 +132,7 @@ def test_the_loss_equals_a_slow_loop(
                 before, token = document.tokens[anchor + offset - 1 : anchor + offset + 1].tolist()
                 hidden, label = drafted[row, a, offset], number.get(token)
                 logits = loss.head[ids] @ hidden
-                lifted = logits + lift(draft, hidden, before)[ids]
+                lifted = logits + slow_lift(weights, hidden, before, len(loss.head))[ids]
                 of_target = (loss.head[ids] @ document.hidden[anchor + offset - 1]).softmax(0)
                 selection = 0.0
                 if draft.candidate_selector is None:
@@ -267,14 +260,7 @@ def fit_on(pair: Pair, shards: list[FeatureShard], how: DraftFitSettings, **kwar
 def test_a_resumed_run_equals_an_undisturbed_one(tiny_pair: Pair, tmp_path: Path) -> None:
     shards = [write_shard(tmp_path / f"{i}.parquet", documents(5, seed=i)) for i in range(2)]
     whole, first, second = (fit_on(tiny_pair, shards, settings()) for _ in range(3))
-    losses = [float(sums.loss) for sums in whole.steps()]
-    assert len(losses) == whole.num_steps == 4 * 5
-    assert [float(sums.loss) for sums in islice(first.steps(), 6)] == losses[:6]
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert [float(sums.loss) for sums in second.steps()] == losses[6:]
-    for a, b in zip(whole.state_dict()["draft"].values(), second.state_dict()["draft"].values(), strict=True):
-        assert torch.equal(a, b)
+    assert whole.num_steps == check_resumed(whole, first, second, 6) == 4 * 5
 
 
 def test_workers_share_an_epoch_of_enough_documents(tiny_pair: Pair, tmp_path: Path) -> None:

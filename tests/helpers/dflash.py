@@ -95,6 +95,21 @@ def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
     return found
 
 
+def slow_lift(weights: Mapping[str, Tensor], hidden: Tensor, before: int, num_tokens: int) -> Tensor:
+    """Scores [num_tokens] that a draft's edges add to all tokens after another; zeros without edges."""
+    if "candidate_selector.successor_codebook" in weights:
+        names = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
+        projection, predecessors, successors = (weights[f"candidate_selector.{name}"] for name in names)
+        return successors @ (predecessors[before] * (projection @ hidden))
+    if "markov_head.markov_w1.weight" not in weights:
+        return torch.zeros(num_tokens)
+    vector = weights["markov_head.markov_w1.weight"][before]
+    if "markov_head.gate_proj.weight" in weights:
+        gate = weights["markov_head.gate_proj.weight"] @ torch.cat([hidden, vector])
+        vector = torch.sigmoid(gate + weights["markov_head.gate_proj.bias"]) * vector
+    return weights["markov_head.markov_w2.weight"] @ vector
+
+
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 

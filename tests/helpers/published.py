@@ -286,8 +286,10 @@ def small_draft(name: str, directory: Path, **changes: Any) -> Path:
     weights = {key: torch.randn_like(value) * 0.2 + (value.dim() == 1) for key, value in draft.named_parameters()}
     if isinstance(draft, Eagle3Model):
         weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
-        draft.use_vocabulary(torch.arange(5, 5 + len(draft.d2t)) % VOCAB_SIZE)
-        weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48), "d2t": draft.d2t, "t2d": draft.t2d}
+        weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48)}
+        if "transformer_layer_config" in config:  # the others propose all tokens
+            draft.use_vocabulary(torch.arange(5, 5 + len(draft.d2t)) % VOCAB_SIZE)
+            weights |= {"d2t": draft.d2t, "t2d": draft.t2d, "verifier_norm.weight": torch.zeros(48)}
     elif "markov_rank" in config:
         weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48), "lm_head.weight": torch.randn(VOCAB_SIZE, 48)}
         weights |= {"confidence_head.proj.weight": torch.randn(1, 48 + config["markov_rank"])}

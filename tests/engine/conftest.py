@@ -1,9 +1,11 @@
-"""The tiny target without a draft, beside the pairs of tests/conftest.py."""
+"""Pairs beside those of tests/conftest.py."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from blockpilot.native.library import library_for
 from blockpilot.pairs.loading import Pair, load_pair
 
 
@@ -11,3 +13,11 @@ from blockpilot.pairs.loading import Pair, load_pair
 def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     """The tiny target without a draft."""
     return load_pair(target=tiny_pair_dirs[0], dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def bfloat16_pair() -> Pair:
+    """SmolLM2-135M-Instruct with its draft, bfloat16, by layers in C."""
+    if library_for(torch.bfloat16, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    return load_pair("smollm2-135m", dtype="bfloat16")

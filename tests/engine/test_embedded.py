@@ -3,23 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from blockpilot.engine.engine import Engine
-from blockpilot.native.products import native_product
-from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Request, Sampling
 from helpers.engines import NEVER, plain_text, run, text_of
 
 LONG = "Tiles sum over the first columns of a long text, in an order of their own. " * 6  # 115 tokens
 BLOCKS: tuple[tuple[int, Layout], ...] = ((2, "chain"), (8, "chain"), (5, "tree"), (16, "tree"))
-
-
-@pytest.fixture(scope="module")
-def bfloat16_pair() -> Pair:
-    if native_product(torch.zeros(16, 32, dtype=torch.bfloat16), None) is None:
-        pytest.skip("no compiler, or no CPU for it")
-    return load_pair("smollm2-135m", dtype="bfloat16")
 
 
 def encode(pair: Pair, question: str) -> tuple[int, ...]:

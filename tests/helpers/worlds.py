@@ -71,7 +71,6 @@ class World:
         self._draft = KnowingDraft(pair)
         self.knowing_pair = replace(pair)
         self.knowing_pair.__dict__["prepared_draft"] = PreparedDFlash(self._draft, pair.target)
-        self._texts = dict[tuple[tuple[int, ...], Sampling], tuple[int, ...]]()
 
     def prompt(self, chat: Chat, sampling: Sampling) -> tuple[int, ...]:
         prompt = (*SYSTEM[: chat.num_system], *QUESTIONS[chat.question])
@@ -80,12 +79,9 @@ class World:
         return (*prompt, *self.text(prompt, sampling)[: chat.num_answered], *QUESTIONS[1 - chat.question])
 
     def text(self, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
-        key = prompt, sampling
-        if key not in self._texts:
-            with torch.inference_mode():
-                self._texts[key] = plain_text(self._stock, prompt, MAX_NEW_TOKENS, sampling)
-        self._draft.remember((*prompt, *self._texts[key]))
-        return self._texts[key]
+        text = plain_text(self._stock, prompt, MAX_NEW_TOKENS, sampling)
+        self._draft.remember((*prompt, *text))
+        return text
 
     def decode(self, tokens: Sequence[int]) -> str:
         decoded = self._stock.tokenizer.decode(

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,6 +58,7 @@ class Model(NamedTuple):
     torch: DecoderLayers
 
 
+@lru_cache(maxsize=4)
 def model_of(
     kind: str, dtype: torch.dtype, *, groups: int = 3, dim: int = 32, bias: bool = False, hidden: int = 96
 ) -> Model:
@@ -66,11 +68,8 @@ def model_of(
     layer_class, config_class = KINDS[kind]
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
     shape |= {"hidden_size": hidden, "attention_bias": bias}
-    if kind in (
-        "qwen3_moe",
-        "gpt_oss",
-        "gemma4_moe",
-    ):  # all are chosen where rounded scores are few numbers, many of them equal
+    # All experts are chosen where rounded scores are few numbers, many of them equal.
+    if kind in ("qwen3_moe", "gpt_oss", "gemma4_moe"):
         shape |= EXPERTS | {"num_experts_per_tok": 3 if dtype == torch.float32 else EXPERTS["num_experts"]}
         shape |= {"num_local_experts": EXPERTS["num_experts"]} if kind == "gpt_oss" else {}
         shape |= {"enable_moe_block": True, "top_k_experts": shape["num_experts_per_tok"]} if "gemma4" in kind else {}

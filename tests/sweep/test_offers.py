@@ -1,6 +1,7 @@
 """A dense sweep records the candidates that the engine's draft proposes there."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from helpers.texts import slow_match
 CANDIDATES = [1, 4, 6]
 
 
+@cache
 def dense(pair: Pair, temperature: float, max_new_tokens: int = 30, step_samples: int = 20) -> list[SweepRow]:
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "step_samples": step_samples}
     return sweep_prompts(pair, load_prompts("demo", 3), CANDIDATES, method="dense", **settings).rows  # type: ignore[arg-type]

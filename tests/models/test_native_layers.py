@@ -3,28 +3,14 @@
 import random
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import (
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, key_heads, key_layers, layer_config
 from blockpilot.models.kernels import Product
@@ -32,21 +18,13 @@ from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeig
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
 from blockpilot.native.library import library_for
+from helpers.tiny import tiny_target
 
 CPU, LENGTH, SLOTS = torch.device("cpu"), 140, 7
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 0.25}  # the largest of 100 random cases was 1.4e-5, of 152 0.14
 SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
-KINDS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaDecoderLayer, LlamaConfig),
-    "qwen3": (Qwen3DecoderLayer, Qwen3Config),
-    "qwen3_moe": (Qwen3MoeDecoderLayer, Qwen3MoeConfig),
-    "gemma3": (Gemma3DecoderLayer, Gemma3TextConfig),
-    "gemma4": (Gemma4TextDecoderLayer, Gemma4TextConfig),
-    "gemma4_moe": (Gemma4TextDecoderLayer, Gemma4TextConfig),
-    "gemma4_small": (Gemma4TextDecoderLayer, Gemma4TextConfig),
-    "gpt_oss": (GptOssDecoderLayer, GptOssConfig),
-}
+KINDS = "llama", "qwen3", "qwen3_moe", "gemma3", "gemma4", "gemma4_moe", "gemma4_small", "gpt_oss"
 EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
 
 
@@ -65,7 +43,6 @@ def model_of(
     if library_for(dtype, CPU) is None:
         pytest.skip("no compiler, or no CPU for it")
     torch.manual_seed(0)
-    layer_class, config_class = KINDS[kind]
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
     shape |= {"hidden_size": hidden, "attention_bias": bias}
     # All experts are chosen where rounded scores are few numbers, many of them equal.
@@ -79,9 +56,10 @@ def model_of(
         shape |= {"hidden_size_per_layer_input": 0}
     if kind == "gemma4_small":  # the third layer reads the second one's keys
         shape |= {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}
-    config = config_class(**shape)
+    family = kind if "gemma" not in kind else f"{kind[:6]}_text"
+    config = AutoConfig.for_model(family, **shape, vocab_size=8, vocab_size_per_layer_input=8)
     config._attn_implementation = "eager"
-    modules = [layer_class(config, i).to(dtype) for i in range(3)]
+    modules = AutoModelForCausalLM.from_config(config).to(dtype).model.layers
     for module in modules:
         for parameter in module.parameters():
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
@@ -303,6 +281,5 @@ def test_nothing_is_written_outside_the_cache() -> None:
 
 
 def test_torch_where_c_has_no_such_numbers() -> None:
-    config = LlamaConfig(**SHAPE, num_hidden_layers=1, head_dim=32)
-    layer, norm = LlamaDecoderLayer(config, 0).to(torch.float16), torch.ones(96, dtype=torch.float16)
-    assert type(layers_of([layer], norm, config)) is DecoderLayers
+    model, norm = tiny_target(num_hidden_layers=1), torch.ones(48, dtype=torch.float16)
+    assert type(layers_of(model.half().model.layers, norm, model.config)) is DecoderLayers

@@ -146,6 +146,12 @@ def eagle_pair(tiny_pair: Pair) -> Pair:
     return eagle3_pair(tiny_pair, tiny_target(), vocabulary)
 
 
+@pytest.fixture(scope="session")
+def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
+    """The tiny target without a draft."""
+    return load_pair(target=tiny_pair_dirs[0], dtype="float32")
+
+
 def with_random_draft(pair: Pair, target: PreTrainedModel) -> Pair:
     """The pair with another target and a random draft for it."""
     draft = tiny_draft(target).eval().requires_grad_(False)
@@ -180,6 +186,13 @@ def gemma4_pair(tiny_pair: Pair) -> Pair:
 def embedded_pair() -> Pair:
     """SmolLM2-135M-Instruct with its draft, fp32."""
     return load_pair("smollm2-135m", dtype="float32")
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """The pair of a name: `@pytest.mark.parametrize("pair", [names], indirect=True)`."""
+    named: Pair = request.getfixturevalue(request.param)
+    return named
 
 
 # --- an MLflow store ---

@@ -1,6 +1,7 @@
 """Draft training: blocks beside the drafting path, the loss against a slow loop, resume, and that it learns."""
 
 import math
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from blockpilot.draft_training.answers import Answer, answer_source, generate_an
 from blockpilot.draft_training.batches import DraftBatch, collate, draft_batch, draw_anchors
 from blockpilot.draft_training.features import Document, FeatureShard, StoredCorpus, StreamedCorpus
 from blockpilot.draft_training.loss import BlockLoss, frequent_tokens, sample_vocabulary
-from blockpilot.draft_training.start import check_start, start_from_target
+from blockpilot.draft_training.start import start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_prepared import CachedDFlash
@@ -34,7 +35,7 @@ from helpers.documents import (
     stored_corpus,
     write_shard,
 )
-from helpers.tiny import tiny_draft, tiny_gemma, tiny_gemma4
+from helpers.tiny import tiny_draft, tiny_gemma, tiny_gemma4, tiny_hybrid
 
 BLOCK = 4
 
@@ -186,12 +187,6 @@ def test_frequent_tokens() -> None:
     assert frequent_tokens([[5] * 90 + [3] * 9 + [8]], share=1.0).tolist() == [3, 5, 8]
 
 
-def test_a_target_with_states_is_no_start_for_a_draft(hybrid_pair: Pair) -> None:
-    assert isinstance(hybrid_pair.draft, DraftModel)
-    with pytest.raises(ValueError, match=r"start 'target': the target's layers have recurrent states.* 'random'"):
-        start_from_target(hybrid_pair.draft, hybrid_pair.target, range(20))
-
-
 def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     draft = tiny_draft(tiny_pair.target)
     # All of a layer but its q/k norms, and two norms.
@@ -208,9 +203,11 @@ def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     assert torch.equal(draft.fc(features), features[:, -draft.config.hidden_size :])
 
 
-def test_no_draft_starts_from_the_layers_of_a_gemma4() -> None:
-    with pytest.raises(ValueError, match=r"start 'target': a Gemma 4's layers have scales.* 'random'"):
-        check_start(tiny_gemma4().config)
+@pytest.mark.parametrize(("build", "what"), [(tiny_hybrid, "recurrent states"), (tiny_gemma4, "scales")])
+def test_targets_whose_layers_are_no_start_are_refused(build: Callable[[], Any], what: str) -> None:
+    target = build()
+    with pytest.raises(ValueError, match=rf"start 'target': .* layers have {what}.* 'random'"):
+        start_from_target(tiny_draft(target), target, range(20))
 
 
 def test_starting_from_the_layers_of_a_gemma() -> None:

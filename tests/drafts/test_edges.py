@@ -20,12 +20,6 @@ SAMPLINGS = (Sampling(), Sampling(0.8, seed=3))
 WIDTH = 7
 
 
-@pytest.fixture(params=["markov_pair", "gated_pair", "dflash2_pair"])
-def linked_pair(request: pytest.FixtureRequest) -> Pair:
-    pair: Pair = request.getfixturevalue(request.param)
-    return pair
-
-
 def controller_of(kind: str, pair: Pair) -> Controller:
     """Nodes are selected by the draft's own chances at first, by those of a prior, or by margins."""
     cost = price(pair=pair.id, launch_s=0.1, token_s=0.001)
@@ -35,12 +29,13 @@ def controller_of(kind: str, pair: Pair) -> Controller:
     return Controller(AcceptanceModel(3, **prior), cost)
 
 
+@pytest.mark.parametrize("pair", ["markov_pair", "gated_pair", "dflash2_pair"], indirect=True)
 @pytest.mark.parametrize("kind", ["untrained", "prior", "margins"])
-def test_however_nodes_are_selected_the_text_stays(linked_pair: Pair, kind: str) -> None:
-    engine = Engine(linked_pair, num_slots=2, max_length=64, controller=controller_of(kind, linked_pair))
+def test_however_nodes_are_selected_the_text_stays(pair: Pair, kind: str) -> None:
+    engine = Engine(pair, num_slots=2, max_length=64, controller=controller_of(kind, pair))
     texts = run(engine, [Request(PROMPT, 24, sampling, stop_token_ids=NEVER) for sampling in SAMPLINGS])
     for sampling, steps in zip(SAMPLINGS, texts, strict=True):
-        assert text_of(steps) == plain_text(linked_pair, PROMPT, 24, sampling)
+        assert text_of(steps) == plain_text(pair, PROMPT, 24, sampling)
         assert any(step.tree.tokens for step in steps)
 
 

@@ -1,18 +1,10 @@
-"""Pairs beside those of tests/conftest.py."""
-
-from pathlib import Path
+"""A pair beside those of tests/conftest.py."""
 
 import pytest
 import torch
 
 from blockpilot.native.library import library_for
 from blockpilot.pairs.loading import Pair, load_pair
-
-
-@pytest.fixture(scope="session")
-def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
-    """The tiny target without a draft."""
-    return load_pair(target=tiny_pair_dirs[0], dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -127,10 +127,10 @@ def test_a_prior_is_that_of_the_default_controller(tiny_pair: Pair) -> None:
     assert np.array_equal(prior.weights, np.full((2, NUM_WEIGHTS), 0.25))  # learning leaves the policy's own
 
 
-@pytest.mark.parametrize("name", ["tiny_pair", "eagle_pair"])
+@pytest.mark.parametrize("pair", ["tiny_pair", "eagle_pair"], indirect=True)
 @pytest.mark.parametrize("reason", ["policy", "scores"])
 def test_what_goes_wrong_with_a_request_ends_it_alone(
-    request: pytest.FixtureRequest, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy that raises at its prompt, or scores of its third step that are not finite."""
 
@@ -139,7 +139,6 @@ def test_what_goes_wrong_with_a_request_ends_it_alone(
             raise RuntimeError("no block size")
         return 4
 
-    pair: Pair = request.getfixturevalue(name)
     sampling = Sampling(6.0, seed=5)
     engine, failed = Engine(pair, num_slots=3, max_length=64, policy=policy), list[int]()
     engine.on_failure = lambda request_id, error: failed.append(request_id)

@@ -10,7 +10,7 @@ from blockpilot.control.cost import Load
 from blockpilot.drafts.none import NoDraft, PreparedNoDraft
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.evaluation.pricing import measure_price, mixtures_for, time_steps
+from blockpilot.evaluation.pricing import mixtures_for, time_steps
 from blockpilot.pairs.loading import Pair, with_draft
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.sweep import sweep_prompts
@@ -68,10 +68,3 @@ def test_every_mixture_is_timed(alone: Pair, rows: int) -> None:
     expected = [Load(rows, 0, sum(row.num_verified for row in mixture)) for mixture in mixtures]
     assert [step.load for step in timed] == expected
     assert expected[0].num_verified == 0 < max(load.num_verified for load in expected)
-
-
-def test_the_price_is_of_rows_and_verified_tokens(alone: Pair) -> None:
-    price = measure_price(alone, 4, 10, num_steps=1)
-    assert (price.launch_s, price.slot_s, price.is_sequential) == (0, 0, False)
-    assert price.seconds(Load(1)) > 0
-    assert price.made_for(alone.id, "float32", price.device)

@@ -232,9 +232,3 @@ def test_memory_is_bounded_and_counted(tiny_pair: Pair) -> None:
         assert engine.num_kept_tokens == 6 * PAGE
     run(without, [asked(SYSTEM)])
     assert without.num_kept_tokens == 0
-
-
-@pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Pair:
-    found: Pair = request.getfixturevalue(request.param)
-    return found

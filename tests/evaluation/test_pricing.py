@@ -114,9 +114,12 @@ def test_loads_are_what_the_timed_steps_verified(tiny_pair: Pair) -> None:
     assert [step.load for step in timed] == [Load(2, 3, 7), Load(2, 1, NUM_CANDIDATES)]
 
 
-def test_a_price_is_measured(tiny_pair: Pair) -> None:
-    found = measure_price(tiny_pair, 6, 10, num_steps=1)
-    assert found.made_for(tiny_pair.id, "float32", found.device)
+@pytest.mark.parametrize("pair", ["tiny_pair", "alone"], indirect=True)
+def test_a_price_is_measured(pair: Pair) -> None:
+    """That of a target alone is of rows and verified tokens."""
+    found = measure_price(pair, 6, 10, num_steps=1)
+    assert found.made_for(pair.id, "float32", found.device)
+    assert pair.has_draft or (found.launch_s, found.slot_s, found.is_sequential) == (0, 0, False)
     assert (found.context, found.rows) == (10, 6)
     assert (found.coefficients >= 0).all()
     assert found.seconds(Load(1)) > 0

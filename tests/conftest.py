@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -108,35 +109,28 @@ def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     return load_pair(target=str(target), draft=str(draft), dtype="float32")
 
 
-@pytest.fixture(scope="session")
-def gemma_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random Gemma 3 with sliding-window layers, and a random draft for it."""
-    root, target = tmp_path_factory.mktemp("gemma"), tiny_gemma()
-    target.save_pretrained(root / "target")
-    byte_tokenizer().save_pretrained(root / "target")
-    save_draft(tiny_draft(target), root / "draft", dtype=torch.float32)
-    return load_pair(target=root / "target", draft=root / "draft", dtype="float32")
+def with_random_draft(pair: Pair, target: PreTrainedModel, **parts: Any) -> Pair:
+    """The pair with another target and a random draft for it."""
+    draft = tiny_draft(target, **parts).eval().requires_grad_(False)
+    return replace(pair, target=target.eval().requires_grad_(False), draft=draft)
 
 
 @pytest.fixture(scope="session")
 def markov_pair(tiny_pair: Pair) -> Pair:
     """The tiny pair with a draft that has a random Markov head."""
-    draft = tiny_draft(tiny_target(), markov_rank=6).eval().requires_grad_(False)
-    return replace(tiny_pair, draft=draft)
+    return with_random_draft(tiny_pair, tiny_pair.target, markov_rank=6)
 
 
 @pytest.fixture(scope="session")
 def gated_pair(tiny_pair: Pair) -> Pair:
     """The tiny pair with a draft that has a random gated Markov head."""
-    draft = tiny_draft(tiny_target(), markov_rank=6, markov_head_type="gated").eval().requires_grad_(False)
-    return replace(tiny_pair, draft=draft)
+    return with_random_draft(tiny_pair, tiny_pair.target, markov_rank=6, markov_head_type="gated")
 
 
 @pytest.fixture(scope="session")
 def dflash2_pair(tiny_pair: Pair) -> Pair:
     """The tiny pair with a draft that has random convolutions and a random candidate selector (DFlash 2)."""
-    draft = tiny_draft(tiny_target(), **DFLASH2).eval().requires_grad_(False)
-    return replace(tiny_pair, draft=draft)
+    return with_random_draft(tiny_pair, tiny_pair.target, **DFLASH2)
 
 
 @pytest.fixture(scope="session")
@@ -152,10 +146,10 @@ def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     return load_pair(target=tiny_pair_dirs[0], dtype="float32")
 
 
-def with_random_draft(pair: Pair, target: PreTrainedModel) -> Pair:
-    """The pair with another target and a random draft for it."""
-    draft = tiny_draft(target).eval().requires_grad_(False)
-    return replace(pair, target=target.eval().requires_grad_(False), draft=draft)
+@pytest.fixture(scope="session")
+def gemma_pair(tiny_pair: Pair) -> Pair:
+    """A random Gemma 3 with sliding-window layers, and a random draft for it."""
+    return with_random_draft(tiny_pair, tiny_gemma())
 
 
 @pytest.fixture(scope="session")

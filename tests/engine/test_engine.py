@@ -1,7 +1,7 @@
 """Engine: tokens of steps by acceptance, choice of block sizes, isolation of failures, refusals."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -16,9 +16,18 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
-from helpers.scripted import scripted_pair
+from helpers.worlds import knowing
 
 LONG = tuple(range(10, 70))
+
+
+def scripted_pair(pair: Pair, text: Sequence[int], wrong: Collection[int]) -> Pair:
+    """The pair with a draft that knows a text and errs at the positions in `wrong`."""
+    pad = pair.target.config.pad_token_id
+    assert not {pad - 1, pad} & {*text}  # the target's embedding of it is zero: no draft could mean it
+    scripted, draft = knowing(pair, lambda position: (position in wrong,) * 2)
+    draft.remember(text)
+    return scripted
 
 
 def slow_sizes(text: Sequence[int], start: int, block_size: int, wrong: frozenset[int]) -> list[int]:

@@ -3,15 +3,12 @@
 import math
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import pytest
 import torch
 
 import blockpilot as bp
-from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import Prefill, Request, Sampling
@@ -122,18 +119,6 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     torch.testing.assert_close(prefill.context, known.prefill_context[0], rtol=1e-4, atol=1e-4)
     contexts = [of_request[0].prefill.context is None for of_request in steps if of_request[0].prefill]
     assert contexts == [False, True, False]  # one that never drafts has none
-
-
-def test_a_prior_is_that_of_the_default_controller(tiny_pair: Pair) -> None:
-    """It fixes nothing: rows adapt."""
-    prior = Prior(np.full((2, NUM_WEIGHTS), 0.25))
-    with_prior, without = Engine(tiny_pair, max_length=64, policy=prior), Engine(tiny_pair, max_length=64)
-    assert with_prior.policy is None
-    for engine, expected in ((with_prior, prior), (without, UNTRAINED)):
-        assert np.array_equal(engine.controller.model.weights, expected.weights)
-        assert engine.controller.model.deepest == tiny_pair.block_size - 1 < MAX_DEPTH
-        run(engine, [Request(PROMPT, 9, stop_token_ids=NEVER)])
-    assert np.array_equal(prior.weights, np.full((2, NUM_WEIGHTS), 0.25))  # learning leaves the policy's own
 
 
 @pytest.mark.parametrize("pair", ["tiny_pair", "eagle_pair"], indirect=True)

@@ -33,9 +33,8 @@ from blockpilot.pairs.table import (
     split_revision,
     target_slug,
 )
-from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
-from helpers.engines import NEVER, PROMPT, plain_text, text_of
+from helpers.engines import PROMPT
 from helpers.tiny import (
     byte_tokenizer,
     tiny_draft,
@@ -355,18 +354,6 @@ def test_by_default_a_pair_has_the_fastest_dtype_that_is_exact_here(
 
 
 # --- drafts of other families ---
-
-
-def test_an_eagle3_draft_is_loaded_by_its_architecture(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
-    draft = random_eagle3(tiny_target().config, torch.arange(5, 105), block_size=6)
-    save_eagle3(draft, tmp_path, dtype=torch.float32)
-    pair = load_pair(target=tiny_pair_dirs[0], draft=tmp_path, dtype="float32")
-    assert (pair.block_size, pair.layer_ids, pair.draft.context_size) == (6, (0, 2, 4), 48)
-    assert pair.prepared_draft.head.subset is not None
-    assert pair.prepared_draft.head.subset.tokens.tolist() == list(range(5, 105))
-    steps = list(generate(pair, PROMPT, max_new_tokens=12, stop_token_ids=NEVER, block_size=6))
-    assert text_of(steps) == plain_text(pair, PROMPT, 12, Sampling())
-    assert steps[1].block_size == 6
 
 
 @pytest.mark.parametrize(

@@ -122,17 +122,6 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=300, deadline=None)
-@given(SENTENCES, st.integers(0, 4), CUTS)
-def test_half_characters_of_a_tokenizer_that_tells_no_bytes_wait(text: str, num_cut: int, cuts: list[int]) -> None:
-    tokenizer = OTHERS["no bytes"]
-    data = [BYTE_LEVEL.convert_ids_to_tokens(token) for token in BYTE_LEVEL.encode(text)]
-    tokens = tokenizer.convert_tokens_to_ids(data)[: len(data) - num_cut]
-    pieces, _ = stream(tokenizer, tokens, [], cuts)
-    want = byte_level_bytes(BYTE_LEVEL, BYTE_LEVEL.convert_tokens_to_ids(data[: len(tokens)]))
-    assert "".join(pieces) == want.decode(errors="replace")
-
-
 def test_half_characters_do_not_pile_up() -> None:
     """However many wait in a row, each is shown once, soon, and costs as much as the one before."""
     tokenizer = OTHERS["no bytes"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -264,6 +265,7 @@ def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(written))
 
 
+@cache
 def shapes(name: str) -> Pair:
     """The pair in bfloat16, without its weights' memory."""
     torch.set_default_dtype(torch.bfloat16)

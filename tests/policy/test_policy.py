@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from blockpilot.control.acceptance import UNTRAINED
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import (
@@ -34,7 +33,7 @@ from blockpilot.policy.learned import (
 from blockpilot.policy.network import NetworkShape, PolicyNetwork, SparseProbs, sparse_probs
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import CandidateSet, PairId, Prefill, Request
-from helpers.engines import run
+from helpers.engines import NEVER, run, text_of
 from helpers.policies import step_policy as tiny_step_policy
 from helpers.policies import tiny_policy
 from helpers.prices import price
@@ -149,10 +148,9 @@ def test_a_step_policy_is_the_prior_of_the_engines_choice(tiny_pair: Pair) -> No
         assert engine.policy is None  # it fixes nothing: rows adapt
         assert np.array_equal(engine.controller.model.weights, trained)
         assert engine.controller.model.deepest == tiny_pair.block_size - 1 < MAX_DEPTH
-        steps = list(generate(tiny_pair, (1, 2, 3), policy=policy, max_new_tokens=12, stop_token_ids=()))
-        texts.add(tuple(token for step in steps for token in step.tokens))
+        [steps] = run(engine, [Request((1, 2, 3), 12, stop_token_ids=NEVER)])
+        texts.add(text_of(steps))
         num_verified.append(sum(len(step.tree.tokens) for step in steps))
-        run(engine, [Request((1, 2, 3), 12)])
         assert np.array_equal(policy.weights, trained)  # learning leaves the policy's own
     assert np.array_equal(Engine(tiny_pair).controller.model.weights, UNTRAINED.weights)
     assert len(texts) == 1

@@ -50,16 +50,10 @@ def any_request(rng: np.random.Generator, num_prompt_tokens: int) -> Request:
     num = int(rng.integers(1, MAX_NEW_TOKENS + 1))
     size = None if rng.random() < 0.3 else int(rng.integers(1, 10))
     stops = frozenset(rng.choice(256, size=40, replace=False).tolist()) if rng.random() < 0.5 else NEVER
-    return Request(
-        tuple(rng.integers(0, 256, size=num_prompt_tokens).tolist()),
-        num,
-        sampling,
-        size,
-        stops,
-        layout=LAYOUTS[int(rng.integers(len(LAYOUTS)))],
-        min_new_tokens=int(maybe(rng.integers(0, num + 1), 0)),  # type: ignore[call-overload]
-        lookup=(None, None, True, False)[int(rng.integers(4))],
-    )
+    prompt, layout = rng.integers(0, 256, size=num_prompt_tokens).tolist(), LAYOUTS[int(rng.integers(len(LAYOUTS)))]
+    least = int(maybe(rng.integers(0, num + 1), 0))  # type: ignore[call-overload]
+    lookup = (None, None, True, False)[int(rng.integers(4))]
+    return Request(prompt, num, sampling, size, stops, layout=layout, min_new_tokens=least, lookup=lookup)
 
 
 # --- by the stock model ---

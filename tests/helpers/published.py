@@ -125,13 +125,8 @@ _OF_QWEN35: Json = {
 def _deepspec(target: Json, **changes: Any) -> Json:
     """Config.json of DeepSpec's drafts: the target's, with options at the top level."""
     kept = {key: value for key, value in target.items() if key != "torch_dtype"}
-    options = {
-        "dtype": "bfloat16",
-        "num_target_layers": 36,
-        "target_layer_ids": _LAYERS,
-        "tie_word_embeddings": False,
-    }
-    return kept | options | changes
+    options = {"dtype": "bfloat16", "num_target_layers": 36, "target_layer_ids": _LAYERS}
+    return kept | options | {"tie_word_embeddings": False} | changes
 
 
 _DSPARK: Json = {

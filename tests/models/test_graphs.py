@@ -117,12 +117,8 @@ def test_padding_chooses_no_other_experts(monkeypatch: pytest.MonkeyPatch) -> No
         of_caches = []
         for cache in caches:
             chosen.clear()
-            target.score(
-                tokens,
-                cache.view(packing.rows, packing.columns, slice(0, 4), packing.length),
-                packing,
-                features=False,
-            )
+            view = cache.view(packing.rows, packing.columns, slice(0, 4), packing.length)
+            target.score(tokens, view, packing, features=False)
             of_caches.append(list(chosen))
         assert of_caches[0] == of_caches[1]
         assert len(of_caches[0]) == 5  # the first layer is dense

@@ -56,9 +56,10 @@ class KnowingDraft(CachedDFlash):
         same = (embedded[:, None] == self.embedding).all(dim=2).int().argmax(dim=1).tolist()
         tokens, seconds = list[int](), list[int]()
         text: Sequence[int] = ()
-        for position, token in zip(packing.positions.tolist(), same, strict=True):
-            if token != self.mask_token_id:
-                text = self.texts.get((position, token), ())
+        for i, place in enumerate(zip(packing.positions.tolist(), same, strict=True)):
+            if i in packing.firsts:  # an anchor
+                text = self.texts.get(place, ())
+            position = place[0]
             right = text[position] if position < len(text) else 0
             for choices, is_wrong in zip((tokens, seconds), self.errors(position), strict=True):
                 choices.append((right + is_wrong) % len(self.head))

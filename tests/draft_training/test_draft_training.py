@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,8 +318,12 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, corpus: StoredCorpus) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_a_compiled_fit_takes_the_same_steps(tiny_pair: Pair, corpus: StoredCorpus) -> None:
-    """With documents and anchors padded to a few shapes, and a selector among the draft's own vocabulary.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_a_compiled_fit_takes_the_same_steps(
+    backend: str, tiny_pair: Pair, corpus: StoredCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With documents and anchors padded to a few shapes, and a selector among the draft's own vocabulary; traced as
+    for every backend. The default one takes a minute for its C++.
 
     The layers share compiled code, without and with a gradient of their input: code for each layer would exceed the
     compiler's limit, beyond which layers run uncompiled.
@@ -336,6 +341,7 @@ def test_a_compiled_fit_takes_the_same_steps(tiny_pair: Pair, corpus: StoredCorp
         steps = [float(sums.loss / sums.weight) for sums in fit.steps()]
         return [*steps, *fit.validate(corpus, range(4)).tau.values()]
 
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         compiled = losses(compile=True)
     assert compiled == pytest.approx(losses(compile=False), rel=1e-3)

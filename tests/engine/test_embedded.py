@@ -35,7 +35,7 @@ def test_a_bfloat16_text_is_the_same_however_it_is_decoded(bfloat16_pair: Pair) 
     several sizes.
     """
     prompts = [tuple(bfloat16_pair.tokenizer(text).input_ids) for text in ("Name three fruits.", LONG, "def f(n):")]
-    plain = [Request(ids, 24, Sampling(hot, seed=i), 1) for hot in (0.0, 1.0) for i, ids in enumerate(prompts)]
+    plain = [Request(ids, 16, Sampling(hot, seed=i), 1) for hot in (0.0, 1.0) for i, ids in enumerate(prompts)]
     expected = [text_of(steps) for steps in run(Engine(bfloat16_pair, num_slots=1, max_length=192), plain)]
     for size, layout in ((1, "chain"), (8, "chain"), (32, "tree")):
         requests = [replace(request, block_size=size, layout=layout) for request in plain]  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_a_thousand_tokens_on_the_embedded_pair(bfloat16_pair: Pair) -> None:
     """In bfloat16, bit for bit: by parts beside a neighbour's trees as whole, alone, one token at a time."""
     pair, manual = bfloat16_pair, (ROOT / "docs" / "decoding.md").read_text()
     prompt = tuple(pair.tokenizer(manual).input_ids[:1000])
-    plain = [Request(prompt[:50], 60, HOT, 1), Request(prompt, 24, HOT, 1)]
+    plain = [Request(prompt[:50], 40, HOT, 1), Request(prompt, 16, HOT, 1)]
     alone = Engine(pair, num_slots=1, max_length=2048)
     expected = [text_of(run(alone, [request])[0]) for request in plain]
     engine = Engine(pair, num_slots=2, max_length=2048, max_prefill_tokens=PART, prefix_tokens=4096)

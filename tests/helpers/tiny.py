@@ -63,8 +63,7 @@ def _spread(model: Any, mean: float | None, std: float) -> Any:
     """The model with random norms around `mean`, or around what they are, and random scales."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name or "dt_bias" in name:
-            noise = std * torch.randn_like(weight)
-            weight.copy_(noise + (weight if mean is None else mean))
+            weight.add_(std * torch.randn_like(weight)) if mean is None else weight.normal_(mean, std)
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             weight.uniform_(0.5, 1.5)
     return model

@@ -11,9 +11,10 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # in this proces
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -109,77 +110,52 @@ def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def gemma_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random Gemma 3 with sliding-window layers, and a random draft for it."""
-    root, target = tmp_path_factory.mktemp("gemma"), tiny_gemma()
-    target.save_pretrained(root / "target")
-    byte_tokenizer().save_pretrained(root / "target")
-    save_draft(tiny_draft(target), root / "draft", dtype=torch.float32)
-    return load_pair(target=root / "target", draft=root / "draft", dtype="float32")
-
-
-@pytest.fixture(scope="session")
-def markov_pair(tiny_pair: Pair) -> Pair:
-    """The tiny pair with a draft that has a random Markov head."""
-    draft = tiny_draft(tiny_target(), markov_rank=6).eval().requires_grad_(False)
-    return replace(tiny_pair, draft=draft)
-
-
-@pytest.fixture(scope="session")
-def gated_pair(tiny_pair: Pair) -> Pair:
-    """The tiny pair with a draft that has a random gated Markov head."""
-    draft = tiny_draft(tiny_target(), markov_rank=6, markov_head_type="gated").eval().requires_grad_(False)
-    return replace(tiny_pair, draft=draft)
-
-
-@pytest.fixture(scope="session")
-def dflash2_pair(tiny_pair: Pair) -> Pair:
-    """The tiny pair with a draft that has random convolutions and a random candidate selector (DFlash 2)."""
-    draft = tiny_draft(tiny_target(), **DFLASH2).eval().requires_grad_(False)
-    return replace(tiny_pair, draft=draft)
-
-
-@pytest.fixture(scope="session")
 def eagle_pair(tiny_pair: Pair) -> Pair:
     """The tiny target with a random EAGLE-3 draft, which proposes two of three tokens."""
     vocabulary = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:174]
     return eagle3_pair(tiny_pair, tiny_target(), vocabulary)
 
 
-def with_random_draft(pair: Pair, target: PreTrainedModel) -> Pair:
-    """The pair with another target and a random draft for it."""
-    draft = tiny_draft(target).eval().requires_grad_(False)
-    return replace(pair, target=target.eval().requires_grad_(False), draft=draft)
-
-
 @pytest.fixture(scope="session")
-def hybrid_pair(tiny_pair: Pair) -> Pair:
-    """A random Qwen3.5, most of whose layers keep a state, with a random draft."""
-    return with_random_draft(tiny_pair, tiny_hybrid())
+def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
+    """The tiny target without a draft."""
+    return load_pair(target=tiny_pair_dirs[0], dtype="float32")
 
 
-@pytest.fixture(scope="session")
-def hybrid_mixture_pair(tiny_pair: Pair) -> Pair:
-    """As `hybrid_pair`, with a Qwen3.5-MoE."""
-    return with_random_draft(tiny_pair, tiny_hybrid_mixture())
+def _pair_of(new_target: Callable[[], PreTrainedModel] | None = None, **parts: Any) -> Any:
+    """Fixture: the tiny pair, or a pair with another target, whose random draft has these parts."""
+
+    @pytest.fixture(scope="session")
+    def made(tiny_pair: Pair) -> Pair:
+        target = (new_target() if new_target else tiny_pair.target).eval().requires_grad_(False)
+        return replace(tiny_pair, target=target, draft=tiny_draft(target, **parts).eval().requires_grad_(False))
+
+    return made
 
 
-@pytest.fixture(scope="session")
-def gpt_oss_pair(tiny_pair: Pair) -> Pair:
-    """A random gpt-oss, with sinks, windows and experts, and a random draft."""
-    return with_random_draft(tiny_pair, tiny_gpt_oss())
-
-
-@pytest.fixture(scope="session")
-def gemma4_pair(tiny_pair: Pair) -> Pair:
-    """A random Gemma 4 with all that published ones have, and a random draft."""
-    return with_random_draft(tiny_pair, tiny_gemma4_of_all_parts())
+# The tiny pair with a Markov head, a gated one, and the convolutions and the candidate selector of DFlash 2.
+markov_pair = _pair_of(markov_rank=6)
+gated_pair = _pair_of(markov_rank=6, markov_head_type="gated")
+dflash2_pair = _pair_of(**DFLASH2)
+# Targets with windows; with states in most layers, without and with experts; with sinks; with all that Gemma 4 has.
+gemma_pair = _pair_of(tiny_gemma)
+hybrid_pair = _pair_of(tiny_hybrid)
+hybrid_mixture_pair = _pair_of(tiny_hybrid_mixture)
+gpt_oss_pair = _pair_of(tiny_gpt_oss)
+gemma4_pair = _pair_of(tiny_gemma4_of_all_parts)
 
 
 @pytest.fixture(scope="session")
 def embedded_pair() -> Pair:
     """SmolLM2-135M-Instruct with its draft, fp32."""
     return load_pair("smollm2-135m", dtype="float32")
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """The pair of a name: `@pytest.mark.parametrize("pair", [names], indirect=True)`."""
+    named: Pair = request.getfixturevalue(request.param)
+    return named
 
 
 # --- an MLflow store ---

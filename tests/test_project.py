@@ -137,9 +137,8 @@ BREACHES = {
 }
 
 
-def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path) -> None:
-    before = _lint_imports(ROOT, tmp_path)
-    assert before.returncode == 0, before.stdout
+def test_import_contracts_notice_a_breach(tmp_path: Path) -> None:
+    """That they hold is checked by `make check`."""
     for source in _sources("blockpilot", "jobs", "workflows"):
         copy = tmp_path / source.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -147,15 +146,11 @@ def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     for name, (line, _) in BREACHES.items():
         (tmp_path / name).write_text(line + "\n")
-    after = _lint_imports(tmp_path, tmp_path)
-    assert after.returncode == 1
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    linted = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(120))
+    assert linted.returncode == 1
     for _, contract in BREACHES.values():
-        assert re.search(rf"{contract}.* BROKEN", after.stdout), after.stdout
-
-
-def _lint_imports(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("lint-imports"), "--cache-dir", str(cache / "cache")]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=patient(120))
+        assert re.search(rf"{contract}.* BROKEN", linted.stdout), linted.stdout
 
 
 # Shape of the source
@@ -163,17 +158,8 @@ def _lint_imports(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
 
 PUBLIC_NAMES = [
     *("NAMED_PAIRS", "CandidateSet", "Engine", "FixedPolicy", "Pair", "PairId", "Policy", "Prefill", "PromptPolicy"),
-    *(
-        "Request",
-        "Sampling",
-        "Step",
-        "StepPolicy",
-        "StepPrice",
-        "generate",
-        "load_pair",
-        "load_policy",
-        "save_policy",
-    ),
+    *("Request", "Sampling", "Step", "StepPolicy", "StepPrice", "generate", "load_pair", "load_policy"),
+    "save_policy",
 ]
 
 

@@ -1,7 +1,5 @@
 """Expectations of acceptance models, and their learning."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -46,10 +44,6 @@ def proposed(model: AcceptanceModel, found: Candidates) -> Proposal:
     return model.propose(np.ones(num, dtype=bool), found, np.tile(np.arange(DEEPEST), num // DEEPEST))
 
 
-def random_model(seed: int) -> AcceptanceModel:
-    return AcceptanceModel(DEEPEST, Prior(np.random.default_rng(seed).normal(0, 0.5, (2, NUM_WEIGHTS))))
-
-
 def taught(model: AcceptanceModel, num_steps: int, rightness: float, *, drawn: bool) -> None:
     """Steps of a row that verifies every first choice, which is right so many times as often as its draft says."""
     draws = np.random.default_rng(5)
@@ -62,20 +56,13 @@ def taught(model: AcceptanceModel, num_steps: int, rightness: float, *, drawn: b
         model.learn(proposal.observed(choices, np.zeros(len(choices), dtype=int), right[reached]))
 
 
-@contextmanager
-def without_c() -> Iterator[None]:
-    with patch.object(acceptance, "choice_chances", lambda *given: None):
-        yield
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
     """Also of a model whose weights lie in memory in another order, of scores that are not finite, and of rows of
     which nothing is known, which have the draft's own. They fall, and what cannot be drawn has none.
     """
-    draws = np.random.default_rng(seed)
-    model = random_model(seed)
-    model = AcceptanceModel(DEEPEST, Prior(np.asfortranarray(model.weights)))
+    draws, weights = np.random.default_rng(seed), np.random.default_rng(seed).normal(0, 0.5, (2, NUM_WEIGHTS))
+    model = AcceptanceModel(DEEPEST, Prior(np.asfortranarray(weights)))
     found = drafted(5, seed, drawn=bool(seed % 2))
     scores, log_probs = found.scores.clone(), found.log_probs.clone()
     scores[3, 4:], log_probs[3, 4:] = -torch.inf, -torch.inf
@@ -83,7 +70,7 @@ def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
     found = found._replace(scores=scores, log_probs=log_probs)
     known, slots = draws.random(20) < 0.7, draws.integers(0, DEEPEST, 20)
     by_c = model.propose(known, found, slots).chances
-    with without_c():
+    with patch.object(acceptance, "choice_chances", lambda *given: None):
         by_numpy = model.propose(known, found, slots).chances
     np.testing.assert_allclose(by_c, by_numpy, rtol=1e-5, atol=1e-7)
     assert (by_c[:, 7] == 0).all()

@@ -145,18 +145,9 @@ def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_without_tiles_
 
 
 CHANGES: list[dict[str, object]] = [
-    {"pair": None},
-    {"pair": {"target": "t"}},
-    {"base_s": -0.1},
-    {"token_s": "0.1"},
-    {"slot_s": None},
-    {"launch_s": float("nan")},
-    {"launch_s": float("inf")},
-    {"base_s": 0, "row_s": 0},
-    {"block_sizes": [1, 2]},
-    {"is_sequential": 1},
-    {"expert_share": -0.5},
-    {"tile": 0},
+    *({"pair": None}, {"pair": {"target": "t"}}, {"base_s": -0.1}, {"token_s": "0.1"}, {"slot_s": None}),
+    *({"launch_s": float("nan")}, {"launch_s": float("inf")}, {"base_s": 0, "row_s": 0}),
+    *({"block_sizes": [1, 2]}, {"is_sequential": 1}, {"expert_share": -0.5}, {"tile": 0}),
 ]
 FIELDS = json.loads(PRICE.to_json())
 REFUSED = [

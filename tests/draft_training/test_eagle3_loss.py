@@ -1,7 +1,6 @@
 """EAGLE-3 training: the unrolled loss against one chain at a time, and that DraftFit learns with it."""
 
 import math
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from blockpilot.draft_training.start import start_eagle3_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.eagle3_checkpoint import new_eagle3
 from blockpilot.pairs.loading import Pair
-from helpers.documents import greedy_answers, random_documents, stored_corpus
+from helpers.documents import check_resumed, greedy_answers, random_documents, stored_corpus
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
 
 BLOCK = 4
@@ -138,10 +137,4 @@ def test_a_resumed_fit_is_the_undisturbed_one(tiny_pair: Pair, tmp_path: Path) -
     corpus = stored_corpus(tiny_pair, greedy_answers(tiny_pair), (0, 2, 4), tmp_path)
     settings = DraftFitSettings(epochs=4, batch_size=2, num_anchors=2, num_sampled=0, autocast=False)
     whole, first, again = (DraftFit(loss_of(tiny_pair), corpus, torch.arange(9), settings) for _ in range(3))
-    losses = [float(sums.loss) for sums in whole.steps()]
-    assert [float(sums.loss) for sums in islice(first.steps(), 3)] == losses[:3]
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert [float(sums.loss) for sums in again.steps()] == losses[3:] != []
-    expected, draft = (fit.state_dict()["draft"] for fit in (whole, again))
-    assert all(draft[name].equal(value) for name, value in expected.items())
+    assert check_resumed(whole, first, again, 3) > 3

@@ -1,7 +1,6 @@
 """Edges trained on slots that are computed once: against slow loops, resumed, and that they learn."""
 
 import math
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from blockpilot.draft_training.loss import dpace_weights
 from blockpilot.draft_training.training import DraftFitSettings
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.pairs.loading import Pair
-from helpers.documents import random_documents
+from helpers.documents import check_resumed, random_documents
 from helpers.tiny import tiny_draft
 
 BLOCK, WIDTH, SIZE = 4, 24, 30
@@ -215,12 +214,7 @@ def test_tau_counts_the_first_tokens_that_are_right() -> None:
 def test_a_resumed_fit_is_the_undisturbed_one() -> None:
     slots = text_slots(300)
     whole, first, again = (fit_of(slots, epochs=3) for _ in range(3))
-    losses = [float(sums.loss) for sums in whole.steps()]
-    assert [float(sums.loss) for sums in islice(first.steps(), 4)] == losses[:4]
-    again.load_state_dict(first.state_dict())
-    assert [float(sums.loss) for sums in again.steps()] == losses[4:] != []
-    expected, edges = (fit.state_dict()["edges"] for fit in (whole, again))
-    assert all(edges[name].equal(value) for name, value in expected.items())
+    assert check_resumed(whole, first, again, 4) > 4
 
 
 def test_two_workers_share_the_slots() -> None:

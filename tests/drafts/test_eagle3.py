@@ -1,7 +1,9 @@
 """EAGLE-3 draft: its network against a slow one, its two checkpoint formats, its vocabulary."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from blockpilot.draft_training.start import start_eagle3_from_target
 from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, UnrolledAttention, eagle3_layer_ids
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, parse_eagle3, save_eagle3
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
-from helpers.published import write_draft
+from helpers.published import VOCAB_SIZE, small_draft, write_draft
 from helpers.tiny import tiny_target
 
 SHAPE = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6}
@@ -47,76 +49,48 @@ def logits_of(draft: Eagle3Model, features: Tensor, embedded: Tensor) -> Tensor:
 # --- checkpoints ---
 
 
-def published(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
+def published(directory: Path, family: str) -> Path:
     """The paper's format, written by hand."""
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": len(draft.d2t)}
-    config |= _llama(draft) | changes
-    weights = {name: value.detach().half() for name, value in draft.named_parameters()}
-    return write_draft(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
-
-
-def speculators(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
-    """The format of vLLM's speculators, written by hand."""
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": {"model_type": "llama", **_llama(draft)},
-        "draft_vocab_size": len(draft.d2t),
-        "norm_before_residual": True,
-        "target_hidden_size": None,
-        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 5}]},
-    } | changes
-    weights = {name.replace("midlayer.", "layers.0."): value.detach() for name, value in draft.named_parameters()}
-    shape = draft.config.vocab_size, draft.config.hidden_size
-    weights |= {"embed_tokens.weight": torch.randn(shape), "verifier_norm.weight": torch.zeros(shape[1])}
-    return write_draft(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
-
-
-def deepspec(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
-    """DeepSpec's format, written by hand: a Qwen3 layer with norms of heads, which reads five layers, over the
-    target's whole vocabulary.
-    """
-    config = _llama(draft) | {
-        **{"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "attention_bias": False, "ttt_length": 6},
-        **{"target_layer_ids": [0, 1, 2, 3, 4], "layer_types": ["full_attention"], "num_target_layers": 6},
-    }
-    weights = {name.replace("midlayer.", "layers.0."): value.detach() for name, value in draft.named_parameters()}
-    size, width = draft.config.vocab_size, draft.config.hidden_size
-    weights |= {"embed_tokens.weight": torch.randn(size, width), "lm_head.weight": torch.randn(size, width)}
-    weights["fc.weight"] = torch.randn(width, 5 * width) / 5
-    for name in "qk":
-        weights[f"layers.0.self_attn.{name}_norm.weight"] = 1 + torch.randn(draft.config.head_dim) / 4
-    return write_draft(directory, config | changes, weights)
-
-
-def _llama(draft: Eagle3Model) -> dict[str, Any]:
+    draft = random_eagle3(TARGETS[family], VOCABULARY)
     names = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
-    theta = {"rope_theta": draft.config.rope_parameters["rope_theta"], "rope_scaling": None}
-    sizes = {name: getattr(draft.config, name) for name in names.split()}
-    return sizes | theta | {"num_hidden_layers": 1, "hidden_act": "silu"}
+    config: dict[str, Any] = {name: getattr(draft.config, name) for name in names.split()}
+    config |= {"rope_theta": draft.config.rope_parameters["rope_theta"], "rope_scaling": None, "hidden_act": "silu"}
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": len(draft.d2t)}
+    weights = {name: value.detach().half() for name, value in draft.named_parameters()}
+    return write_draft(directory, config | {"num_hidden_layers": 1}, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
 
 
-@pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("written", [published, speculators, deepspec])
-def test_a_published_checkpoint_computes_what_the_slow_network_does(
-    family: str, written: Any, tmp_path: Path
-) -> None:
-    made = random_eagle3(TARGETS[family], VOCABULARY)
-    draft = load_eagle3(written(tmp_path / "draft", made))
-    weights = load_file(tmp_path / "draft" / "model.safetensors")
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda directory: published(directory, "llama"),
+    "qwen3": lambda directory: published(directory, "qwen3"),
+    "speculators": lambda directory: small_draft("llama31-8b-eagle3", directory, draft_vocab_size=120),
+    "deepspec": lambda directory: small_draft("qwen3-8b-eagle3", directory),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_published_checkpoint_computes_what_the_slow_network_does(name: str, tmp_path: Path) -> None:
+    """The paper's format; that of vLLM's speculators; DeepSpec's, a Qwen3 layer with norms of heads, which reads five
+    layers, over the target's whole vocabulary.
+    """
+    draft = load_eagle3(directory := FORMATS[name](tmp_path / "draft"))
+    weights = load_file(directory / "model.safetensors")
     weights = {name.replace("layers.0.", "midlayer."): value.float() for name, value in weights.items()}
-    slow = SlowEagle3(weights, made.config, norm_before_residual=written is speculators)
+    network = json.loads((directory / "config.json").read_text())
+    network = network.get("transformer_layer_config", network)
+    sizes = SimpleNamespace(**network, rope_parameters=network)
+    slow = SlowEagle3(weights, sizes, norm_before_residual=name == "speculators")
     features, embedded = inputs(draft.config, num_layers=draft.options.num_features)
     for row, logits in enumerate(logits_of(draft, features, embedded)):
         torch.testing.assert_close(logits, slow_logits(slow, features[row], embedded[row]), rtol=1e-4, atol=1e-5)
-    assert draft.options.block_size == {published: 8, speculators: 6, deepspec: 7}[written]
-    if written is deepspec:
-        assert draft.vocabulary.tolist() == list(range(60))
-        assert draft.options == Eagle3Options(60, 7, (0, 1, 2, 3, 4), head_norms=True)
+    if name == "deepspec":
+        assert draft.vocabulary.tolist() == list(range(VOCAB_SIZE))
+        assert draft.options == Eagle3Options(VOCAB_SIZE, 8, (0, 1, 2, 3, 4), head_norms=True)
     else:
-        assert draft.vocabulary.tolist() == VOCABULARY.sort().values.tolist()
-        assert draft.options.layer_ids(30) == (1, 14, 26)
-    assert (draft.embed_tokens is None) == (written is published)
+        is_published = name in TARGETS
+        assert draft.vocabulary.tolist() == (VOCABULARY.sort().values.tolist() if is_published else [*range(5, 125)])
+        assert (draft.options.block_size, draft.options.layer_ids(30)) == (8 if is_published else 6, (1, 14, 26))
+    assert (draft.embed_tokens is None) == (name in TARGETS)
     if draft.embed_tokens is not None:
         assert torch.equal(draft.embed_tokens.weight, weights["embed_tokens.weight"])
         assert not draft.embed_tokens.weight.requires_grad
@@ -155,25 +129,30 @@ def test_layer_numbers_of_both_readers_mean_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "changes", "message"),
+    ("name", "changes", "message"),
     [
-        (published, {"architectures": ["DFlashDraftModel"]}, "architecture .*DFlashDraftModel.*: supported is"),
-        (published, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
-        (published, {"draft_vocab_size": 61}, "draft_vocab_size 61: must be 1 to 60"),
-        (published, {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),
-        (published, {"block_size": 1}, "block_size = 1: must be at least 2"),
-        (published, {LAYER_IDS: [0, 3, 5]}, rf"{LAYER_IDS} = \[0, 3, 5\]"),
-        (published, {"eagle_config": {LAYER_IDS: [1, 3]}}, "weights do not fit config.json at fc.weight"),
-        (published, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False: not supported"),
-        (speculators, {"speculators_model_type": "eagle"}, "speculators_model_type = eagle: not supported"),
-        (speculators, {"transformer_layer_config": {"hidden_size": []}}, "config.json"),
-        (deepspec, {"target_layer_ids": [-1, 2, 4]}, r"= \[-1, 2, 4\]: supported are outputs of layers"),
+        ("llama", {"architectures": ["DFlashDraftModel"]}, "architecture .*DFlashDraftModel.*: supported is"),
+        ("llama", {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
+        ("llama", {"draft_vocab_size": 61}, "draft_vocab_size 61: must be 1 to 60"),
+        ("llama", {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),
+        ("llama", {"block_size": 1}, "block_size = 1: must be at least 2"),
+        ("llama", {LAYER_IDS: [0, 3, 5]}, rf"{LAYER_IDS} = \[0, 3, 5\]"),
+        ("llama", {"eagle_config": {LAYER_IDS: [1, 3]}}, "weights do not fit config.json at fc.weight"),
+        (
+            "llama",
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state = False: not supported",
+        ),
+        ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type = eagle: not supported"),
+        ("speculators", {"transformer_layer_config": {"hidden_size": []}}, "config.json"),
+        ("deepspec", {"target_layer_ids": [-1, 2, 4]}, r"= \[-1, 2, 4\]: supported are outputs of layers"),
     ],
 )
 def test_unsupported_checkpoints_are_refused_by_name(
-    written: Any, changes: dict[str, Any], message: str, tmp_path: Path
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    directory = written(tmp_path / "draft", random_eagle3(TARGETS["llama"], VOCABULARY), **changes)
+    config = FORMATS[name](directory := tmp_path / "draft") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(ValueError, match=f"draft .*{message}"):
         load_eagle3(directory)
 
@@ -189,7 +168,7 @@ def test_unsupported_checkpoints_are_refused_by_name(
 def test_maps_of_the_vocabulary_that_contradict_are_refused(
     name: str, change: Any, message: str, tmp_path: Path
 ) -> None:
-    directory = published(tmp_path / "draft", random_eagle3(TARGETS["llama"], VOCABULARY))
+    directory = published(tmp_path / "draft", "llama")
     weights = load_file(directory / "model.safetensors")
     save_file(weights | {name: change(weights[name]).contiguous()}, directory / "model.safetensors")
     with pytest.raises(ValueError, match=message):

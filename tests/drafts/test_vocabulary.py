@@ -16,7 +16,6 @@ from blockpilot.engine.drafting import draft_candidates
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates
 from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.sweep.replay import Text, know, walk
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 
@@ -71,15 +70,6 @@ def test_the_text_is_that_of_one_token_at_a_time(pair: Pair) -> None:
         ]
         texts = {text_of(steps) for steps in run(Engine(pair, num_slots=4, max_length=64), requests)}
         assert texts == {plain_text(pair, PROMPT, 24, sampling)}
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
-def test_replay_takes_the_steps_of_decoding(sampling: Sampling, pair: Pair) -> None:
-    engine = Engine(pair, num_slots=1, max_length=64)
-    (steps,) = run(engine, [Request(PROMPT, 24, sampling, 4, NEVER, layout="chain")])
-    text = Text((*PROMPT, *text_of(steps)), len(PROMPT), len(PROMPT) + 24, sampling)
-    ((emitted,),) = walk(pair, know(pair, [text]), (4,))
-    assert list(emitted) == [len(step.tokens) for step in steps[1:]]
 
 
 def test_a_draft_keeps_its_vocabulary(draft_dir: Path, tmp_path: Path) -> None:

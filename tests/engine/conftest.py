@@ -1,13 +1,15 @@
-"""The tiny target without a draft, beside the pairs of tests/conftest.py."""
-
-from pathlib import Path
+"""A pair beside those of tests/conftest.py."""
 
 import pytest
+import torch
 
+from blockpilot.native.library import library_for
 from blockpilot.pairs.loading import Pair, load_pair
 
 
 @pytest.fixture(scope="session")
-def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
-    """The tiny target without a draft."""
-    return load_pair(target=tiny_pair_dirs[0], dtype="float32")
+def bfloat16_pair() -> Pair:
+    """SmolLM2-135M-Instruct with its draft, bfloat16, by layers in C."""
+    if library_for(torch.bfloat16, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    return load_pair("smollm2-135m", dtype="bfloat16")

@@ -49,12 +49,11 @@ def proposals(
     return proposed, num_accepted
 
 
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
+@pytest.mark.parametrize("pair", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"], indirect=True)
 def test_after_plain_steps_a_row_proposes_what_it_would_have_proposed(
-    request: pytest.FixtureRequest, name: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside neighbours, one of which ends early, after one plain step and after many."""
-    pair: Pair = request.getfixturevalue(name)
     always, _ = proposals(pair, [(3, 0)], 1, monkeypatch)
     turns = [(0, 0), (3, 3), (0, 0), (0, 0), (3, 8), (3, 8), *[(0, 0)] * 9, (3, 0)]
     seldom, num_accepted = proposals(pair, turns, 4, monkeypatch)
@@ -72,19 +71,17 @@ def final_state(engine: Engine, end: int) -> list[Tensor]:
     return [engine._cache.layers[..., 0, :, :end, :], cache.layers[..., 0, :, :end, :], *hidden]
 
 
-@pytest.mark.parametrize(("name", "layout"), [("tiny_pair", "tree"), ("eagle_pair", "chain"), ("eagle_pair", "tree")])
+@pytest.mark.parametrize(
+    ("pair", "layout"), [("tiny_pair", "tree"), ("eagle_pair", "chain"), ("eagle_pair", "tree")], indirect=["pair"]
+)
 def test_drafting_leaves_the_caches_of_plain_decoding(
-    request: pytest.FixtureRequest, name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair: Pair = request.getfixturevalue(name)
-    with torch.inference_mode():
-        text = plain_text(pair, PROMPT, 30, HOT)
-    states = []
+    text, states = plain_text(pair, PROMPT, 30, HOT), []
     for block_size in (1, 14):
-        engine = Engine(
-            pair, num_slots=1, max_length=64, prefix_tokens=64
-        )  # a cached prefix has no context: it is computed
-        if name == "tiny_pair":
+        # A cached prefix has no context: it is computed.
+        engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
+        if not pair.draft.is_sequential:
             scatter(engine, [(*PROMPT, *text)], 1, monkeypatch)
         request_id = engine.add(Request(PROMPT, 30, HOT, 14, NEVER, layout=layout))
         steps = engine.step()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
@@ -20,20 +19,14 @@ from blockpilot.types import Request, Sampling
 from helpers.drafts import Proposal, proposals_of
 from helpers.eagle3 import SlowEagle3, eagle3_pair
 from helpers.engines import NEVER, PROMPT, resize
-from helpers.tiny import tiny_target
+from helpers.tiny import tiny_mixture, tiny_qwen3, tiny_target
 
 # Where the target is nearly indifferent the shared noise decides, and a random draft is often right.
 SAMPLINGS = Sampling(), Sampling(1.0, seed=3), Sampling(6.0, seed=5)
-SHAPE = {
-    **{"vocab_size": 260, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16},
-    **{"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 256},
-}
-WIDE = SHAPE | {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}  # a shape for layers in C
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 TARGETS = {
     "llama": tiny_target,
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**WIDE)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+    "qwen3": lambda: tiny_qwen3(hidden_size=64, head_dim=32, tie_word_embeddings=False),
+    "qwen3_moe": lambda: tiny_mixture(head_dim=16, num_attention_heads=6, tie_word_embeddings=False),
 }
 
 

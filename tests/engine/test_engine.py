@@ -1,25 +1,30 @@
 """Engine: tokens of steps by acceptance, choice of block sizes, isolation of failures, refusals."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import numpy as np
 import pytest
 import torch
 
 import blockpilot as bp
-from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior
-from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
-from helpers.scripted import scripted_pair
+from helpers.worlds import knowing
 
 LONG = tuple(range(10, 70))
+
+
+def scripted_pair(pair: Pair, text: Sequence[int], wrong: Collection[int]) -> Pair:
+    """The pair with a draft that knows a text and errs at the positions in `wrong`."""
+    pad = pair.target.config.pad_token_id
+    assert not {pad - 1, pad} & {*text}  # the target's embedding of it is zero: no draft could mean it
+    scripted, draft = knowing(pair, lambda position: (position in wrong,) * 2)
+    draft.remember(text)
+    return scripted
 
 
 def slow_sizes(text: Sequence[int], start: int, block_size: int, wrong: frozenset[int]) -> list[int]:
@@ -96,13 +101,8 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     """
     seen: list[Prefill] = []
     sampling = Sampling(0.7, seed=3)
-    engine = Engine(
-        tiny_pair,
-        num_slots=3,
-        max_length=128,
-        policy=lambda prefill: seen.append(prefill) or 5,
-        max_prefill_tokens=max_prefill_tokens,
-    )
+    sizes = {"num_slots": 3, "max_length": 128, "max_prefill_tokens": max_prefill_tokens}
+    engine = Engine(tiny_pair, policy=lambda prefill: seen.append(prefill) or 5, **sizes)
     requests = [Request(prompt, 12, sampling, size, NEVER) for prompt, size in ((LONG, None), (PROMPT, 1), (LONG, 2))]
     steps = run(engine, requests)
     assert [of_request[1].block_size for of_request in steps] == [5, 1, 2]
@@ -121,22 +121,10 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     assert contexts == [False, True, False]  # one that never drafts has none
 
 
-def test_a_prior_is_that_of_the_default_controller(tiny_pair: Pair) -> None:
-    """It fixes nothing: rows adapt."""
-    prior = Prior(np.full((2, NUM_WEIGHTS), 0.25))
-    with_prior, without = Engine(tiny_pair, max_length=64, policy=prior), Engine(tiny_pair, max_length=64)
-    assert with_prior.policy is None
-    for engine, expected in ((with_prior, prior), (without, UNTRAINED)):
-        assert np.array_equal(engine.controller.model.weights, expected.weights)
-        assert engine.controller.model.deepest == tiny_pair.block_size - 1 < MAX_DEPTH
-        run(engine, [Request(PROMPT, 9, stop_token_ids=NEVER)])
-    assert np.array_equal(prior.weights, np.full((2, NUM_WEIGHTS), 0.25))  # learning leaves the policy's own
-
-
-@pytest.mark.parametrize("name", ["tiny_pair", "eagle_pair"])
+@pytest.mark.parametrize("pair", ["tiny_pair", "eagle_pair"], indirect=True)
 @pytest.mark.parametrize("reason", ["policy", "scores"])
 def test_what_goes_wrong_with_a_request_ends_it_alone(
-    request: pytest.FixtureRequest, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy that raises at its prompt, or scores of its third step that are not finite."""
 
@@ -145,7 +133,6 @@ def test_what_goes_wrong_with_a_request_ends_it_alone(
             raise RuntimeError("no block size")
         return 4
 
-    pair: Pair = request.getfixturevalue(name)
     sampling = Sampling(6.0, seed=5)
     engine, failed = Engine(pair, num_slots=3, max_length=64, policy=policy), list[int]()
     engine.on_failure = lambda request_id, error: failed.append(request_id)
@@ -215,12 +202,6 @@ def test_bad_engines_are_refused(tiny_pair: Pair, sizes: dict[str, int], message
 def test_a_policy_out_of_range_is_an_error(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="the policy's block size 0: must be 1 to 32"):
         list(generate(tiny_pair, PROMPT, policy=lambda prefill: 0, max_new_tokens=4))
-    with pytest.raises(ValueError, match=r"candidates \(0,\): 0 is not a block size"):
-        FixedPolicy(0)
-
-
-def test_public_names() -> None:
-    assert all(hasattr(bp, name) for name in bp.__all__)
 
 
 @pytest.mark.gpu

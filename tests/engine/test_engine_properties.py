@@ -266,17 +266,8 @@ def sliding_world(gemma_pair: Pair) -> World:
 @pytest.mark.parametrize(
     "name",
     [
-        "knowing",
-        "markov_pair",
-        "dflash2_pair",
-        "eagle_pair",
-        "alone",
-        "sliding",
-        "sliding and knowing",
-        "hybrid_pair",
-        "hybrid_mixture_pair",
-        "gpt_oss_pair",
-        "gemma4_pair",
+        *("knowing", "markov_pair", "dflash2_pair", "eagle_pair", "alone", "sliding", "sliding and knowing"),
+        *("hybrid_pair", "hybrid_mixture_pair", "gpt_oss_pair", "gemma4_pair"),
     ],
 )
 def test_texts_are_plain_whatever_is_asked_in_whatever_order(request: pytest.FixtureRequest, name: str) -> None:

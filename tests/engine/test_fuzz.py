@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from blockpilot.constraints.automaton import GrammarCompiler
 from blockpilot.constraints.grammar import Grammar, of_choices, of_schema
@@ -24,7 +24,7 @@ from blockpilot.types import DRAFTED, LOOKED_UP, Constraint, Request, Sampling, 
 from helpers.controllers import Told
 from helpers.engines import NEVER, run, text_of
 from helpers.fuzz import any_request, check_answers, pair_of
-from helpers.tiny import SHAPE, tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
+from helpers.tiny import tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 MAX_LENGTH, ORIGINAL_LENGTH = 80, 32
 GRAMMARS = (
@@ -45,9 +45,8 @@ LONGROPE = {
 
 def with_rope(kind: str, **scaling: Any) -> LlamaForCausalLM:
     """A target whose rotary embedding depends on the longest text."""
-    torch.manual_seed(3)
     rope = {"rope_theta": 1e4, "rope_scaling": {"rope_type": kind, **scaling}}
-    return LlamaForCausalLM(LlamaConfig(**SHAPE | {"max_position_embeddings": MAX_LENGTH} | rope))
+    return tiny_target(3, max_position_embeddings=MAX_LENGTH, **rope)
 
 
 PAIRS: dict[str, Callable[[pytest.FixtureRequest], Pair]] = {

@@ -267,9 +267,3 @@ def test_what_was_verified_is_what_the_texts_say(depths: list[int], seed: int) -
         taken.append(path[:num])
         emitted.append(tokens[:num])
     assert listed(outcomes(trees, taken, emitted)) == slow_verified(trees, emitted)
-
-
-def test_forced_tokens_are_no_choices_of_the_draft() -> None:
-    """Those of a constraint, which the model has said nothing of."""
-    nodes = [Node(5, 0, 1.0, 1), Node(6, 1, 1.0, 2)]
-    assert listed(outcomes([nodes], [[0, 1, 2]], [[5, 6, 7]])) == []

@@ -144,11 +144,11 @@ def texts(tiny_pair: Pair) -> dict[Sampling, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("kind", CONTROLLERS)
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
+@pytest.mark.parametrize("pair", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"], indirect=True)
 @pytest.mark.parametrize("num_slots", [1, 6])
 def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
-    request: pytest.FixtureRequest,
-    name: str,
+    pair: Pair,
+    tiny_pair: Pair,
     kind: str,
     num_slots: int,
     texts: dict[Sampling, list[tuple[int, ...]]],
@@ -157,10 +157,9 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
     """Rows join, leave and stop; some have fixed sizes, some draw their tokens, one pair's draft is made up; prompts
     come by parts.
     """
-    pair: Pair = request.getfixturevalue(name)
     requests, expected = list[Request](), list[tuple[int, ...]]()
     for i, num in enumerate(LENGTHS):
-        sampling = HOT if i % 3 and name != "tiny_pair" else Sampling()
+        sampling = HOT if i % 3 and pair is not tiny_pair else Sampling()
         size, layout = (None, None, 3, None, 1, 6)[i % 6], LAYOUTS[i % 3 if i % 6 < 5 else 2]
         stops = frozenset(range(i, 260, 41)) if size is None and i else NEVER  # many stop amid a block
         text = texts[sampling][i]
@@ -170,7 +169,7 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
     controller = CONTROLLERS[kind]()
     sizes = {"num_slots": num_slots, "max_length": 128, "max_block_size": MAX_BLOCK_SIZE, "max_prefill_tokens": 12}
     engine = Engine(pair, controller=controller, **sizes)  # type: ignore[arg-type]
-    if name == "tiny_pair":
+    if pair is tiny_pair:
         whole = [(*of.prompt_ids, *text) for of, text in zip(requests, texts[Sampling()], strict=True)]
         scatter(engine, whole, 2, monkeypatch)
     drafted, reader = watch(engine, monkeypatch), Reader(requests, expected, controller)

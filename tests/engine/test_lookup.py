@@ -11,7 +11,7 @@ from blockpilot.control import controller as controllers
 from blockpilot.control.acceptance import Array, Paths
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import MAX_DEPTH
+from blockpilot.engine.trees import MAX_DEPTH, paths_of
 from blockpilot.native.library import has_functions
 from blockpilot.native.matching import LONGEST
 from blockpilot.pairs.loading import Pair
@@ -49,10 +49,10 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
     """
     engine = Engine(tiny_pair, num_slots=3, max_length=400, max_prefill_tokens=50, prefix_tokens=400)
     texts, held, expected = dict[Row, int](), dict[Row, float](), dict[Row, int]()
-    paths_of, compared = engine._lookup.paths, list[bool]()
+    of_lookup, compared = engine._lookup.paths, list[bool]()
 
     def watched(rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        found = paths_of(rows, drawn, most, lambda paths: paths)
+        found = of_lookup(rows, drawn, most, lambda paths: paths)
         for r, row in enumerate(rows):
             if (before := texts.get(row)) is not None and len(row.tokens) > before and expected[row] >= 0:
                 held[row] = 0.8 * held[row] + 0.2 * (row.tokens[before] == expected[row])
@@ -121,9 +121,7 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
         found = controller.verified[-1]
         expected = list[bool]()
         for step in steps:
-            paths: list[tuple[int, ...]] = [()]
-            for token, parent in zip(step.tree.tokens, step.tree.parents, strict=True):
-                paths.append((*paths[parent], token))
+            paths = paths_of(step.tree)
             reached = [path for path in paths if path == step.tokens[: len(path)]]
             for path, source in zip(paths[1:], step.tree.sources, strict=True):
                 if source & LOOKED_UP and path[:-1] in reached and len(path) <= len(step.tokens):

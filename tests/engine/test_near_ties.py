@@ -46,16 +46,10 @@ def with_near_ties(target: Any) -> Any:
 
 def texts_that_differ(pair: Pair, num: int) -> list[int]:
     """Of requests in eight slots from plain decoding, one at a time; both by layers in C, or both by torch."""
+    prompts = [tuple((7 * i + 11 * k * k) % 256 for k in range(3 + i % 29)) for i in range(num)]
     requests = [
-        Request(
-            tuple((7 * i + 11 * k * k) % 256 for k in range(3 + i % 29)),
-            40,
-            Sampling(float(i % 2), seed=i),
-            (1, 4, 8)[i % 3],
-            NEVER,
-            layout=LAYOUTS[i // 3 % 3],
-        )
-        for i in range(num)
+        Request(prompt, 40, Sampling(float(i % 2), seed=i), (1, 4, 8)[i % 3], NEVER, layout=LAYOUTS[i // 3 % 3])
+        for i, prompt in enumerate(prompts)
     ]
     plain, batched = (Engine(pair, num_slots=slots, max_length=96, max_prefill_tokens=20) for slots in (1, 8))
     found = map(text_of, run(batched, requests))

@@ -1,4 +1,4 @@
-"""A target without a draft: what it refuses, and what its steps cost. Its texts are in test_fuzz.py."""
+"""A target without a draft: what it refuses. Its texts are in test_fuzz.py, its step costs in test_pricing.py."""
 
 from pathlib import Path
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.cost import Load
 from blockpilot.drafts.none import NoDraft, PreparedNoDraft
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.evaluation.pricing import measure_price, mixtures_for, time_steps
 from blockpilot.pairs.loading import Pair, with_draft
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.sweep import sweep_prompts
@@ -56,22 +54,3 @@ def test_what_needs_a_draft_is_refused_by_name(alone: Pair) -> None:
         list(generate(alone, PROMPT, policy=FixedPolicy(4)))
     with pytest.raises(ValueError, match=r"target '.*target' has no draft, a sweep needs one: --draft names one"):
         sweep_prompts(alone, [Prompt("demo", (Message("user", "a"),))], [2, 4], max_new_tokens=4)
-
-
-# --- the price of a step ---
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_every_mixture_is_timed(alone: Pair, rows: int) -> None:
-    mixtures = mixtures_for(alone, rows)
-    timed = time_steps(alone, mixtures, 10, num_steps=1)
-    expected = [Load(rows, 0, sum(row.num_verified for row in mixture)) for mixture in mixtures]
-    assert [step.load for step in timed] == expected
-    assert expected[0].num_verified == 0 < max(load.num_verified for load in expected)
-
-
-def test_the_price_is_of_rows_and_verified_tokens(alone: Pair) -> None:
-    price = measure_price(alone, 4, 10, num_steps=1)
-    assert (price.launch_s, price.slot_s, price.is_sequential) == (0, 0, False)
-    assert price.seconds(Load(1)) > 0
-    assert price.made_for(alone.id, "float32", price.device)

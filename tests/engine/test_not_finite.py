@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import PairId, Request
+from blockpilot.types import Request
 from helpers.drafts import choices_of, offer_always
-from helpers.tiny import MASK_ID, byte_tokenizer, tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
+from helpers.fuzz import pair_of
+from helpers.tiny import tiny_hybrid, tiny_hybrid_mixture, tiny_mixture, tiny_target
 
 BAD = 200
 GOOD, LONG = tuple(range(30, 35)), tuple(range(20, 90))
@@ -21,10 +20,8 @@ TARGETS = [tiny_target, tiny_mixture, tiny_hybrid, tiny_hybrid_mixture]
 
 def damaged_pair(dtype: torch.dtype, bad: Sequence[int], of: Callable[..., Any] = tiny_target) -> Pair:
     target = of(num_hidden_layers=4, tie_word_embeddings=False)
-    draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, num_layers=2, block_size=4))
     target.model.embed_tokens.weight.data[list(bad)] = float("nan")
-    models = (model.to(dtype).eval().requires_grad_(False) for model in (target, draft))
-    return Pair(PairId("t", "1", "d", "2"), *models, byte_tokenizer())  # type: ignore[arg-type]
+    return pair_of(target, dtype)
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], set[int]]:

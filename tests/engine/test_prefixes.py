@@ -220,21 +220,3 @@ def test_nothing_is_kept_of_requests_that_fail_or_whose_step_does(
                 engine.step()
     engine.cancel(request_id)
     assert engine.num_kept_tokens == kept == 64
-
-
-def test_memory_is_bounded_and_counted(tiny_pair: Pair) -> None:
-    engine, without = engine_of(tiny_pair, prefix_tokens=100), engine_of(tiny_pair, prefix_tokens=0)
-    of_slots = engine_of(tiny_pair, prefix_tokens=0, num_slots=1)
-    a_column = Engine(tiny_pair, num_slots=1, max_length=255).cache_bytes
-    assert engine.cache_bytes - without.cache_bytes == 6 * PAGE * (of_slots.cache_bytes - a_column)
-    for question in QUESTIONS:
-        run(engine, [asked((*question, *SYSTEM))])
-        assert engine.num_kept_tokens == 6 * PAGE
-    run(without, [asked(SYSTEM)])
-    assert without.num_kept_tokens == 0
-
-
-@pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Pair:
-    found: Pair = request.getfixturevalue(request.param)
-    return found

@@ -7,16 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.engine.stop_strings import StopSearch
-
-
-def cut(text: str, stops: list[str]) -> tuple[str, str]:
-    """The text before the stop string that is complete first, and what of it was to be held until then."""
-    for end in range(len(text) + 1):
-        found = [s for s in stops if text[:end].endswith(s)]
-        if found:
-            return text[: end - max(map(len, found))], ""
-    held = max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
-    return text[: len(text) - held], text[len(text) - held :]
+from helpers.texts import slow_stop
 
 
 @settings(max_examples=1000, deadline=None)
@@ -27,9 +18,9 @@ def test_strings_that_repeat_themselves(pieces: list[str], stops: list[str]) -> 
     for piece in pieces:
         seen += piece
         shown += search.push(piece)
-        assert shown == cut(seen, stops)[0]
+        assert shown == slow_stop(seen, stops)[0]
     assert search.stopped == any(stop in seen for stop in stops)
-    assert (shown, search.finish()) == cut(seen, stops)
+    assert (shown, search.finish()) == slow_stop(seen, stops)
 
 
 class Counted(list[int]):

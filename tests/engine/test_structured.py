@@ -43,28 +43,24 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num", [8, pytest.param(500, marks=pytest.mark.soak)])
 def test_drafts_change_no_text_and_texts_validate(embedded_pair: Pair, num: int) -> None:
-    """At temperatures 0 and 1."""
+    """At temperatures 0 and 1, each request plainly and by drafts, all in one batch."""
     pair, rng, num_valid, num_accepted = embedded_pair, random.Random(0), 0, 0
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
-    engine = Engine(pair, num_slots=2, max_length=512)
+    schemas, requests = list[dict[str, Any]](), list[Request]()
     for number in range(num):
-        schema = random_schema(rng)
-        wanted = f"Describe a {rng.choice(WORDS)} shop as JSON with {', '.join(schema['properties'])}."
+        schemas.append(random_schema(rng))
+        wanted = f"Describe a {rng.choice(WORDS)} shop as JSON with {', '.join(schemas[-1]['properties'])}."
         prompt_ids = Prompt("structured", (Message("user", wanted),)).encode(pair.tokenizer)
-        constraint, sampling = compiler.compile(of_schema(schema)), Sampling(float(number % 2), seed=number)
-        plain, drafted = run(
-            engine,
-            [
-                Request(prompt_ids, 160, sampling, size, pair.stop_token_ids, constraint=constraint)
-                for size in (1, None)
-            ],
-        )
+        options = {"stop_token_ids": pair.stop_token_ids, "constraint": compiler.compile(of_schema(schemas[-1]))}
+        sampling = Sampling(float(number % 2), seed=number)
+        requests += [Request(prompt_ids, 160, sampling, size, **options) for size in (1, None)]
+    answers = run(Engine(pair, num_slots=16, max_length=320), requests)
+    for schema, plain, drafted in zip(schemas, answers[::2], answers[1::2], strict=True):
         assert text_of(plain) == text_of(drafted), schema
         num_accepted += sum(step.num_accepted for step in drafted)
         if plain[-1].finish_reason != "length":
-            Draft202012Validator(schema).validate(
-                json.loads(str(pair.tokenizer.decode(text_of(plain), skip_special_tokens=True)))
-            )
+            text = str(pair.tokenizer.decode(text_of(plain), skip_special_tokens=True))
+            Draft202012Validator(schema).validate(json.loads(text))
             num_valid += 1
     assert num_valid > 0.9 * num
     assert num_accepted > 5 * num

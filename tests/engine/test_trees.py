@@ -1,21 +1,19 @@
-"""Trees grow by falling chance, are walked along the target's choices, and are seen as trees."""
+"""Trees grow by falling chance, and are walked along the target's choices. Their masks are in test_packing.py."""
 
 from itertools import islice, product
 
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.trees import Node, Slots, best_first, choices_of, paths_of, walk
-from blockpilot.models.packing import Packing, depths_of
+from blockpilot.models.packing import depths_of
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Request, Sampling, Tree
 from helpers.engines import NEVER, PROMPT, run
 from helpers.trees import tree_of
 
-CPU = torch.device("cpu")
 SAMPLED = Sampling(1.0, seed=5)
 
 
@@ -81,30 +79,6 @@ def test_the_walk_follows_the_targets_choices() -> None:
     assert walk(tree, [5, 6, 1, 6, 8, 1]) == [0, 1, 2]
     assert walk(tree, [9, 6, 1, 6, 8, 1]) == [0]
     assert tree.is_chain is False
-
-
-# --- what a token of a tree sees ---
-
-
-@st.composite
-def parents(draw: st.DrawFn, most: int = 9) -> list[int]:
-    return [draw(st.integers(0, i)) for i in range(draw(st.integers(0, most)))]
-
-
-@given(st.lists(st.tuples(parents(), st.integers(0, 12)), min_size=1, max_size=5))
-@settings(deadline=None)
-def test_a_token_sees_the_context_and_its_ancestors(rows: list[tuple[list[int], int]]) -> None:
-    packing = Packing([1 + len(p) for p, _ in rows], [start for _, start in rows], CPU, [p for p, _ in rows])
-    columns, positions = packing.columns.tolist(), packing.positions.tolist()
-    for row, (of_row, start) in enumerate(rows):
-        for i in range(1 + len(of_row)):
-            line = [i]
-            while line[-1]:
-                line.append(of_row[line[-1] - 1])
-            expected = sorted({*range(start), *(start + node for node in line)})
-            assert packing.visible[row, 0, i].nonzero()[:, 0].tolist() == expected
-            assert columns[packing.firsts[row] + i] == start + i
-            assert positions[packing.firsts[row] + i] == start + len(line) - 1
 
 
 # --- in an engine ---

@@ -19,6 +19,7 @@ from blockpilot.evaluation.pricing import (
     coefficients_of,
     expert_share,
     measure_price,
+    mixtures_for,
     mixtures_of,
     time_steps,
 )
@@ -103,20 +104,30 @@ def test_a_disturbed_measurement_is_repeated(
         np.testing.assert_allclose(found.coefficients, known.coefficients, atol=1e-6)
 
 
-def test_loads_are_what_the_timed_steps_verified(tiny_pair: Pair) -> None:
-    """A tree of one depth has no more nodes than its slot has choices; a context that is too long is shortened."""
-    alone, together = mixtures_of(1, tiny_pair.block_size), mixtures_of(3, tiny_pair.block_size)
-    timed = time_steps(tiny_pair, [*alone, *together], 10, num_steps=2)
-    assert [step.load for step in timed] == [*map(load_of, [*alone, *together])]
+@pytest.mark.parametrize("pair", ["tiny_pair", "alone"], indirect=True)
+def test_loads_are_what_the_timed_steps_verified(pair: Pair) -> None:
+    """A target alone drafts nothing."""
+    mixtures = [*mixtures_for(pair, 1), *mixtures_for(pair, 3)]
+    timed, loads = time_steps(pair, mixtures, 10, num_steps=2), [*map(load_of, mixtures)]
+    assert [step.load for step in timed] == loads
+    assert any(load.num_drafted for load in loads) == pair.has_draft
     assert all(step.seconds > 0 for step in timed)
+    assert loads[0].num_verified == 0 < max(load.num_verified for load in loads)
+
+
+def test_a_tree_has_no_more_nodes_than_its_slot_has_choices(tiny_pair: Pair) -> None:
+    """And a context that is too long is shortened."""
     mixtures = [[Drafted(3, 7), PLAIN], [Drafted(1, 19), PLAIN]]
     timed = time_steps(tiny_pair, mixtures, 10 * tiny_pair.max_length, num_steps=1)
     assert [step.load for step in timed] == [Load(2, 3, 7), Load(2, 1, NUM_CANDIDATES)]
 
 
-def test_a_price_is_measured(tiny_pair: Pair) -> None:
-    found = measure_price(tiny_pair, 6, 10, num_steps=1)
-    assert found.made_for(tiny_pair.id, "float32", found.device)
+@pytest.mark.parametrize("pair", ["tiny_pair", "alone"], indirect=True)
+def test_a_price_is_measured(pair: Pair) -> None:
+    """That of a target alone is of rows and verified tokens."""
+    found = measure_price(pair, 6, 10, num_steps=1)
+    assert found.made_for(pair.id, "float32", found.device)
+    assert pair.has_draft or (found.launch_s, found.slot_s, found.is_sequential) == (0, 0, False)
     assert (found.context, found.rows) == (10, 6)
     assert (found.coefficients >= 0).all()
     assert found.seconds(Load(1)) > 0

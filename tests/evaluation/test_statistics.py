@@ -1,7 +1,6 @@
 """Figures from sums: hand-worked values, a slow jackknife, and intervals that cover what they should."""
 
 import math
-import random
 from dataclasses import replace
 from itertools import product
 
@@ -68,19 +67,6 @@ def test_repeats_of_a_prompt_add_up() -> None:
     assert tau.high > 100  # the repeats are not alike, and there are two
 
 
-def noisy_runs(num_prompts: int, speedup: float, seed: int) -> list[MethodRun]:
-    """Groups whose speed varies a lot, and a method that is faster by `speedup` in each, give or take 5%."""
-    draw = random.Random(seed)
-    runs = []
-    for prompt in range(num_prompts):
-        seconds = draw.uniform(0.2, 5)
-        ours = seconds / (speedup * draw.uniform(0.95, 1.05))
-        tokens = draw.randint(5, 60)
-        slow = replace(TOTALS, total_s=seconds, num_tokens=tokens)
-        runs += [run("AR", prompt, slow), run("policy", prompt, replace(slow, total_s=ours))]
-    return runs
-
-
 def slow_interval(runs: list[MethodRun]) -> tuple[float, float]:
     """95% interval of the ratio of tokens_per_s, policy to AR, by leaving out prompts one by one."""
     by_prompt = {(r.method, r.prompt): r.totals for r in runs}
@@ -105,13 +91,6 @@ def slow_interval(runs: list[MethodRun]) -> tuple[float, float]:
     return math.exp(middle - half), math.exp(middle + half)
 
 
-def test_intervals_equal_a_slow_jackknife() -> None:
-    for num_prompts in (3, 30):
-        runs = noisy_runs(num_prompts, speedup=1.5, seed=1)
-        ratio = Comparison(runs).ratio("tokens_per_s", "policy", "AR")
-        assert ratio[1:] == pytest.approx(slow_interval(runs), rel=1e-6)
-
-
 def run_of(method: str, prompt: int, repeat: int, seconds: float, tokens: int) -> MethodRun:
     return run(method, prompt, replace(TOTALS, total_s=seconds, num_tokens=tokens), repeat)
 
@@ -133,6 +112,13 @@ def experiment(
                 faster = common + draw.normal(0, 0.02) + gains[prompt] * (method == "policy")
                 runs.append(run_of(method, prompt, repeat, tokens / 50 * math.exp(-faster), tokens))
     return runs
+
+
+def test_intervals_equal_a_slow_jackknife() -> None:
+    for num_prompts in (3, 30):
+        runs = experiment(np.random.default_rng(1), num_prompts)
+        ratio = Comparison(runs).ratio("tokens_per_s", "policy", "AR")
+        assert ratio[1:] == pytest.approx(slow_interval(runs), rel=1e-6)
 
 
 def coverage(num_prompts: int, control: tuple[str, str] | None = None, **noise: float) -> float:

@@ -38,23 +38,25 @@ class SlowDFlash:
             normed = convolved(normed, kernels, 0)
             sources = [(i, context[i]) for i in range(anchor)] + [(anchor + j, x) for j, x in enumerate(normed)]
             attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
-            for j in range(len(block)):
-                for h in range(c.num_attention_heads):
-                    of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
+            for h in range(c.num_attention_heads):
+                of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
+                if h % group == 0:  # its keys and values are those of the next heads, too
                     of_kv = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
+                    k, v = (p[f"self_attn.{name}_proj.weight"][of_kv] for name in "kv")
+                    keys = [rotate(rms(k @ x, p["self_attn.k_norm.weight"], eps), i, theta) for i, x in sources]
+                    values = [v @ x for _, x in sources]
+                for j in range(len(block)):
                     query = rms(p["self_attn.q_proj.weight"][of_head] @ normed[j], p["self_attn.q_norm.weight"], eps)
-                    query = rotate(query, anchor + j, theta)
-                    scores, values = [], []
-                    for position, x in sources:
+                    query, seen = rotate(query, anchor + j, theta), []
+                    for i, (position, _) in enumerate(sources):
                         distance = anchor + j - position
                         if (sliding if causal is None else causal) and distance < 0:
                             continue
                         if sliding and window is not None and abs(distance) >= window:
                             continue
-                        key = rms(p["self_attn.k_proj.weight"][of_kv] @ x, p["self_attn.k_norm.weight"], eps)
-                        scores.append(query @ rotate(key, position, theta) / math.sqrt(c.head_dim))
-                        values.append(p["self_attn.v_proj.weight"][of_kv] @ x)
-                    attended[j, of_head] = torch.stack(scores).softmax(0) @ torch.stack(values)
+                        seen.append(i)
+                    scores = torch.stack([query @ keys[i] / math.sqrt(c.head_dim) for i in seen])
+                    attended[j, of_head] = scores.softmax(0) @ torch.stack([values[i] for i in seen])
             hidden = hidden + convolved(attended @ p["self_attn.o_proj.weight"].T, kernels, 1)
             normed = rms(hidden, p["post_attention_layernorm.weight"], eps)
             kernels = kernels_of(p, "mlp_conv", normed)
@@ -93,6 +95,21 @@ def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
             if token >= tap:
                 found[token] += kernels[token, side, tap] * x[token - tap]
     return found
+
+
+def slow_lift(weights: Mapping[str, Tensor], hidden: Tensor, before: int, num_tokens: int) -> Tensor:
+    """Scores [num_tokens] that a draft's edges add to all tokens after another; zeros without edges."""
+    if "candidate_selector.successor_codebook" in weights:
+        names = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
+        projection, predecessors, successors = (weights[f"candidate_selector.{name}"] for name in names)
+        return successors @ (predecessors[before] * (projection @ hidden))
+    if "markov_head.markov_w1.weight" not in weights:
+        return torch.zeros(num_tokens)
+    vector = weights["markov_head.markov_w1.weight"][before]
+    if "markov_head.gate_proj.weight" in weights:
+        gate = weights["markov_head.gate_proj.weight"] @ torch.cat([hidden, vector])
+        vector = torch.sigmoid(gate + weights["markov_head.gate_proj.bias"]) * vector
+    return weights["markov_head.markov_w2.weight"] @ vector
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,10 @@
 """Documents and corpora that drafts are trained on."""
 
+import io
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +55,23 @@ def stored_corpus(pair: Pair, answers: Sequence[Answer], layer_ids: Sequence[int
     """Answers with the target's features of these layers, in one shard."""
     features = target_features(Target(pair.target, tuple(layer_ids)), answers)
     return StoredCorpus([_written(directory / "0.parquet", answers, features)])
+
+
+def check_resumed(whole: Any, first: Any, second: Any, num_steps: int) -> int:
+    """Number of steps of a fit; another one that ends after a few, and a third that goes on from its state, take the
+    same steps to the same weights.
+    """
+    losses, state = [float(sums.loss) for sums in whole.steps()], io.BytesIO()
+    assert [float(sums.loss) for sums in islice(first.steps(), num_steps)] == losses[:num_steps]
+    torch.save(first.state_dict(), state)
+    state.seek(0)
+    second.load_state_dict(torch.load(state, weights_only=True))
+    assert [float(sums.loss) for sums in second.steps()] == losses[num_steps:]
+    expected, found = whole.state_dict(), second.state_dict()
+    for trained in {"draft", "edges"} & expected.keys():
+        assert expected[trained].keys() == found[trained].keys()
+        assert all(found[trained][name].equal(value) for name, value in expected[trained].items())
+    return len(losses)
 
 
 def _written(path: Path, answers: Sequence[Answer], features: TargetFeatures) -> FeatureShard:

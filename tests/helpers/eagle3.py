@@ -44,6 +44,7 @@ class SlowEagle3:
         self.weights = {name: value.detach() for name, value in weights.items()}
         self.config, self.norm_before_residual = config, norm_before_residual
         self._read = dict[tuple[tuple[int, ...], int], tuple[Tensor, Cache]]()  # by text and number of final tokens
+        self._features = dict[tuple[int, ...], Tensor]()  # of final tokens
 
     def step(self, feature: Tensor, embedded: Tensor, position: int, cache: Cache) -> Tensor:
         """Hidden state [hidden] after a position, from the target's feature [layers * hidden] or the draft's own."""
@@ -75,8 +76,10 @@ class SlowEagle3:
 
     def along(self, target: PreTrainedModel, tokens: Sequence[int], num_known: int) -> Tensor:
         """Scores [draft vocab] after tokens, the first `num_known` of them final. Each beginning is read once."""
-        states = target(torch.tensor([tokens[:num_known]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
+        if (known := tuple(tokens[:num_known])) not in self._features:
+            states = target(torch.tensor([known]), output_hidden_states=True).hidden_states
+            self._features[known] = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
+        features = self._features[known]
         own = self.weights.get("embed_tokens.weight")
         embedded = (target.get_input_embeddings().weight if own is None else own)[torch.tensor(tokens)]
         cache: Cache = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -54,10 +55,15 @@ def changed_logits(
 def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) -> tuple[int, ...]:
     """One token at a time by the stock model, without any cache of ours; T = 0 by argmax, T > 0 by the key.
 
-    A text of the engine that is the stock model's by one pass saves a pass for each token.
+    A text of the engine that is the stock model's by one pass saves a pass for each token; each text is made once.
     """
+    return _plain_text(pair, tuple(prompt), num, sampling)
+
+
+@cache
+def _plain_text(pair: Pair, prompt: tuple[int, ...], num: int, sampling: Sampling) -> tuple[int, ...]:
     engine = Engine(pair, num_slots=1, max_length=len(prompt) + num)
-    [steps] = run(engine, [Request(tuple(prompt), num, sampling, 1, NEVER)])
+    [steps] = run(engine, [Request(prompt, num, sampling, 1, NEVER)])
     if is_own_text(pair, prompt, text_of(steps), sampling):
         return text_of(steps)
     text: tuple[int, ...] = ()

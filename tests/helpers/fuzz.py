@@ -50,16 +50,10 @@ def any_request(rng: np.random.Generator, num_prompt_tokens: int) -> Request:
     num = int(rng.integers(1, MAX_NEW_TOKENS + 1))
     size = None if rng.random() < 0.3 else int(rng.integers(1, 10))
     stops = frozenset(rng.choice(256, size=40, replace=False).tolist()) if rng.random() < 0.5 else NEVER
-    return Request(
-        tuple(rng.integers(0, 256, size=num_prompt_tokens).tolist()),
-        num,
-        sampling,
-        size,
-        stops,
-        layout=LAYOUTS[int(rng.integers(len(LAYOUTS)))],
-        min_new_tokens=int(maybe(rng.integers(0, num + 1), 0)),  # type: ignore[call-overload]
-        lookup=(None, None, True, False)[int(rng.integers(4))],
-    )
+    prompt, layout = rng.integers(0, 256, size=num_prompt_tokens).tolist(), LAYOUTS[int(rng.integers(len(LAYOUTS)))]
+    least = int(maybe(rng.integers(0, num + 1), 0))  # type: ignore[call-overload]
+    lookup = (None, None, True, False)[int(rng.integers(4))]
+    return Request(prompt, num, sampling, size, stops, layout=layout, min_new_tokens=least, lookup=lookup)
 
 
 # --- by the stock model ---
@@ -80,11 +74,13 @@ def matcher_of(pair: Pair, request: Request, answer: Sequence[int]) -> LLMatcher
     return matcher
 
 
-def next_scores(pair: Pair, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> torch.Tensor:
+def next_scores(
+    pair: Pair, logits: torch.Tensor, request: Request, answer: Sequence[int], matcher: LLMatcher | None
+) -> torch.Tensor:
     """Logits [V] of the next token, changed by all that the request asks for but temperature, top_k and top_p."""
     barred = request.stop_token_ids if len(answer) < request.min_new_tokens else NEVER
     sampling = request.sampling
-    if (matcher := matcher_of(pair, request, answer)) is not None:
+    if matcher is not None:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: pair.vocab_size].astype(bool))
         logits = logits.masked_fill(~allowed, -torch.inf)
@@ -105,21 +101,19 @@ def check_answers(pair: Pair, requests: Sequence[Request], answers: Sequence[Seq
     for request, steps, text, of_text in zip(requests, answers, texts, logits, strict=True):
         num_prompt = len(request.prompt_ids)
         beginnings = [tuple(text[num_prompt:end]) for end in range(num_prompt, len(text) + 1)]
-        scores = [
-            next_scores(pair, row, request, answer)
-            for row, answer in zip(of_text[num_prompt - 1 :], beginnings[:-1], strict=False)
-        ]
+        matchers = [matcher_of(pair, request, answer) for answer in beginnings]
+        reasons = [why_it_ends(request, *after) for after in zip(beginnings[1:], matchers[1:], strict=True)]
+        before = zip(of_text[num_prompt - 1 :], beginnings[:-1], matchers[:-1], strict=False)
+        scores = [next_scores(pair, row, request, answer, matcher) for row, answer, matcher in before]
+        assert reasons == [None] * (len(scores) - 1) + [steps[-1].finish_reason], request
         samplings = [replace(request.sampling, min_p=0.0)] * len(scores)
         positions = list(range(num_prompt, len(text)))
         assert keyed_sample(torch.stack(scores), positions, samplings).tolist() == text[num_prompt:], request
-        reasons = [why_it_ends(pair, request, answer) for answer in beginnings[1:]]
-        assert reasons == [None] * (len(scores) - 1) + [steps[-1].finish_reason], request
         check_log_probs(of_text[: len(text)], text, request, steps)
 
 
-def why_it_ends(pair: Pair, request: Request, answer: Sequence[int]) -> FinishReason | None:
+def why_it_ends(request: Request, answer: Sequence[int], matcher: LLMatcher | None) -> FinishReason | None:
     """None if it goes on."""
-    matcher = matcher_of(pair, request, answer)
     if answer[-1] in request.stop_token_ids or (matcher is not None and matcher.is_stopped()):
         return "stop"
     return "length" if len(answer) == request.max_new_tokens else None

@@ -23,29 +23,21 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
     A pass of the target is one of its transformer body, with or without the LM head, a pass of the draft one of its
     network (not counted of EAGLE-3). Putting context into the draft's cache is none.
     """
-    num_target = num_draft = 0
+    counts, embedding = [0, 0], pair.target.get_input_embeddings()
 
-    def count_target(*_: object) -> None:
-        nonlocal num_target
-        num_target += 1
-
-    def count_draft(*_: object) -> None:
-        nonlocal num_draft
-        num_draft += 1
+    def count(index: int) -> None:
+        counts[index] += 1
 
     def since_last() -> Passes:
-        nonlocal num_target, num_draft
-        passes = Passes(num_target, num_draft)
-        num_target = num_draft = 0
+        passes, counts[:] = Passes(*counts), [0, 0]
         return passes
 
     # The models' own passes end in their norm; the prepared ones are calls of their decoder.
-    bodies = (pair.target.model, count_target), (pair.draft, count_draft)
-    hooks = [body.norm.register_forward_hook(count) for body, count in bodies if hasattr(body, "norm")]
+    bodies = [(i, body) for i, body in enumerate((pair.target.model, pair.draft)) if hasattr(body, "norm")]
+    hooks = [body.norm.register_forward_hook(lambda *_, i=i: count(i)) for i, body in bodies]
     with pytest.MonkeyPatch.context() as patch:
-        embedding = pair.target.get_input_embeddings()
-        _before(patch, Decoder, "__call__", lambda decoder: decoder.embed is embedding, count_target)
-        _before(patch, CachedDFlash, "propose", lambda decoder: decoder.draft is pair.draft, count_draft)
+        _before(patch, Decoder, "__call__", lambda decoder: decoder.embed is embedding and count(0))
+        _before(patch, CachedDFlash, "propose", lambda decoder: decoder.draft is pair.draft and count(1))
         try:
             yield since_last
         finally:
@@ -53,15 +45,12 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
                 hook.remove()
 
 
-def _before(
-    patch: pytest.MonkeyPatch, kind: type, name: str, is_ours: Callable[[Any], bool], count: Callable[[], None]
-) -> None:
-    """Have calls of a method counted, of those objects that are ours."""
+def _before(patch: pytest.MonkeyPatch, kind: type, name: str, call: Callable[[Any], object]) -> None:
+    """Have a function called with the object before every call of its method."""
     method = getattr(kind, name)
 
-    def counted(self: object, *args: Any, **options: Any) -> Any:
-        if is_ours(self):
-            count()
+    def wrapped(self: object, *args: Any, **options: Any) -> Any:
+        call(self)
         return method(self, *args, **options)
 
-    patch.setattr(kind, name, counted)
+    patch.setattr(kind, name, wrapped)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,13 +125,8 @@ _OF_QWEN35: Json = {
 def _deepspec(target: Json, **changes: Any) -> Json:
     """Config.json of DeepSpec's drafts: the target's, with options at the top level."""
     kept = {key: value for key, value in target.items() if key != "torch_dtype"}
-    options = {
-        "dtype": "bfloat16",
-        "num_target_layers": 36,
-        "target_layer_ids": _LAYERS,
-        "tie_word_embeddings": False,
-    }
-    return kept | options | changes
+    options = {"dtype": "bfloat16", "num_target_layers": 36, "target_layer_ids": _LAYERS}
+    return kept | options | {"tie_word_embeddings": False} | changes
 
 
 _DSPARK: Json = {
@@ -264,6 +260,7 @@ def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(written))
 
 
+@cache
 def shapes(name: str) -> Pair:
     """The pair in bfloat16, without its weights' memory."""
     torch.set_default_dtype(torch.bfloat16)
@@ -286,8 +283,10 @@ def small_draft(name: str, directory: Path, **changes: Any) -> Path:
     weights = {key: torch.randn_like(value) * 0.2 + (value.dim() == 1) for key, value in draft.named_parameters()}
     if isinstance(draft, Eagle3Model):
         weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
-        draft.use_vocabulary(torch.arange(5, 5 + len(draft.d2t)) % VOCAB_SIZE)
-        weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48), "d2t": draft.d2t, "t2d": draft.t2d}
+        weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48)}
+        if "transformer_layer_config" in config:  # the others propose all tokens
+            draft.use_vocabulary(torch.arange(5, 5 + len(draft.d2t)) % VOCAB_SIZE)
+            weights |= {"d2t": draft.d2t, "t2d": draft.t2d, "verifier_norm.weight": torch.zeros(48)}
     elif "markov_rank" in config:
         weights |= {"embed_tokens.weight": torch.randn(VOCAB_SIZE, 48), "lm_head.weight": torch.randn(VOCAB_SIZE, 48)}
         weights |= {"confidence_head.proj.weight": torch.randn(1, 48 + config["markov_rank"])}

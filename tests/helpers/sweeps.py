@@ -1,6 +1,7 @@
 """Synthetic rows of a dense sweep, whose best candidate and depth are known functions of what is recorded."""
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import torch
@@ -74,8 +75,13 @@ def _vectors_of_steps(generator: torch.Generator) -> tuple[Tensor, Tensor, Tenso
 
 def synthetic_rows(num_rows: int, seed: int, signal: bool = True, trails: float = TRAILS) -> list[SweepRow]:
     """Rows of a dense sweep. Without a signal what is best and how deep does not depend on what is known."""
+    return list(_rows(num_rows, seed, signal, trails))
+
+
+@cache
+def _rows(num_rows: int, seed: int, signal: bool, trails: float) -> tuple[SweepRow, ...]:
     generator = torch.Generator().manual_seed(seed)
-    return [_row(f"prompt {seed} {i}", generator, signal, trails) for i in range(num_rows)]
+    return tuple(_row(f"prompt {seed} {i}", generator, signal, trails) for i in range(num_rows))
 
 
 def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> SweepRow:

@@ -1,4 +1,4 @@
-"""A search through all of a text, where its index is to find the same."""
+"""Slow searches of texts: for an earlier place that ends alike, and for a stop string."""
 
 from collections.abc import Sequence
 
@@ -22,3 +22,13 @@ def slow_match(tokens: Sequence[int], most: int) -> tuple[int, list[int], float,
         following += following
     followers = [tokens[place + 1] for place in places[:MOST_FOLLOWERS]]
     return best, following[:most], followers.count(tokens[start]) / len(followers), len(followers)
+
+
+def slow_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the stop string that is complete first, and what is held back while none is."""
+    for end in range(len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            return text[: end - max(map(len, found))], ""
+    held = max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
+    return text[: len(text) - held], text[len(text) - held :]

@@ -1,29 +1,11 @@
 """A tiny random target and draft with a tokenizer of bytes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import new_draft_config
@@ -68,17 +50,34 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_target(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """A random Llama, with changes of its configuration."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes))
+# --- targets: random ones of every family, with changes of their configurations ---
 
 
-def tiny_mixture(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
-    """A random Qwen3-MoE, its first layer dense, with changes of its configuration."""
+def _model(family: str, seed: int, sizes: Mapping[str, Any]) -> Any:
     torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+
+
+@torch.no_grad()
+def _spread(model: Any, mean: float | None, std: float) -> Any:
+    """The model with random norms around `mean`, or around what they are, and random scales."""
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name or "dt_bias" in name:
+            weight.add_(std * torch.randn_like(weight)) if mean is None else weight.normal_(mean, std)
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            weight.uniform_(0.5, 1.5)
+    return model
+
+
+def tiny_target(seed: int = 0, **changes: Any) -> Any:
+    """A Llama."""
+    return _model("llama", seed, SHAPE | changes)
+
+
+def tiny_mixture(seed: int = 0, **changes: Any) -> Any:
+    """A Qwen3-MoE, its first layer dense."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | {"head_dim": 12} | experts | changes))
+    return _model("qwen3_moe", seed, SHAPE | {"head_dim": 12} | experts | changes)
 
 
 WINDOW = 9  # tokens
@@ -92,15 +91,9 @@ GEMMA: dict[str, Any] = {
 }
 
 
-def tiny_gemma(seed: int = 0, **changes: Any) -> Gemma3ForCausalLM:
-    """A random Gemma 3 with random norms, two of three layers with a window, and changes of its configuration."""
-    torch.manual_seed(seed)
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | GEMMA | changes))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.normal_(std=0.3)
-    return model
+def tiny_gemma(seed: int = 0, **changes: Any) -> Any:
+    """A Gemma 3, two of three layers with a window."""
+    return _spread(_model("gemma3_text", seed, SHAPE | GEMMA | changes), 0.0, 0.3)
 
 
 GEMMA4: dict[str, Any] = {
@@ -110,21 +103,12 @@ GEMMA4: dict[str, Any] = {
 }
 
 
-def tiny_gemma4(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
-    """A random Gemma 4 with random norms and scales, two of three layers with a window and smaller heads, and changes
-    of its configuration."""
-    torch.manual_seed(seed)
-    model = Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE | GEMMA4 | changes))
-    with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name:
-                weight.normal_(1.0, std=0.3)
-            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
-                weight.uniform_(0.5, 1.5)
-    return model
+def tiny_gemma4(seed: int = 0, **changes: Any) -> Any:
+    """A Gemma 4, two of three layers with a window and smaller heads."""
+    return _spread(_model("gemma4_text", seed, SHAPE | GEMMA4 | changes), 1.0, 0.3)
 
 
-def tiny_gemma4_of_all_parts(seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+def tiny_gemma4_of_all_parts(seed: int = 0, **changes: Any) -> Any:
     """As `tiny_gemma4`, with all that published ones have: experts beside the MLPs, inputs of every layer, and upper
     layers that read the keys of lower ones."""
     experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
@@ -143,53 +127,45 @@ GPT_OSS: dict[str, Any] = {
 }
 
 
-def tiny_gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
-    """A random gpt-oss, every other layer with a window, whose sinks and bounds matter, with changes of its
-    configuration."""
-    torch.manual_seed(seed)
-    model = GptOssForCausalLM(GptOssConfig(**SHAPE | GPT_OSS | changes))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "sinks" in name or "bias" in name:
-                weight.normal_()
+def tiny_gpt_oss(seed: int = 0, **changes: Any) -> Any:
+    """A gpt-oss, every other layer with a window, whose sinks and bounds matter."""
+    model = _model("gpt_oss", seed, SHAPE | GPT_OSS | changes)
+    for name, weight in model.named_parameters():
+        if "sinks" in name or "bias" in name:
+            weight.data.normal_()
     return model
 
 
-def tiny_sliding(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
-    """A random Qwen3 whose upper layers have a window, with changes of its configuration."""
-    torch.manual_seed(seed)
-    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 12} | window | changes))
+def tiny_qwen3(seed: int = 0, **changes: Any) -> Any:
+    """A Qwen3."""
+    return _model("qwen3", seed, SHAPE | {"head_dim": 12} | changes)
 
 
+def tiny_sliding(seed: int = 0) -> Any:
+    """A Qwen3 whose upper layers have a window."""
+    return tiny_qwen3(seed, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
+
+
+# Smaller weights than those of the others: transformers' chunks round away from the recurrent rule.
 HYBRID: dict[str, Any] = {
     **{"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "head_dim": 24, "initializer_range": 0.1, "num_hidden_layers": 4},
 }
 
 
-def tiny_hybrid(seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
-    """A random Qwen3.5, every fourth layer attention, with changes of its configuration.
-
-    Its weights are smaller than those of the others: transformers' chunks round away from the recurrent rule.
-    """
-    torch.manual_seed(seed)
-    return _with_random_norms(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | HYBRID | changes)))
+def tiny_hybrid(seed: int = 0, **changes: Any) -> Any:
+    """A Qwen3.5, every fourth layer attention."""
+    return _spread(_model("qwen3_5_text", seed, SHAPE | HYBRID | changes), None, 0.2)
 
 
-def tiny_hybrid_mixture(seed: int = 0, **changes: Any) -> Qwen3_5MoeForCausalLM:
-    """A random Qwen3.5-MoE, as `tiny_hybrid`."""
-    torch.manual_seed(seed)
+def tiny_hybrid_mixture(seed: int = 0, **changes: Any) -> Any:
+    """A Qwen3.5-MoE."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = HYBRID | experts | {"shared_expert_intermediate_size": 64}
-    return _with_random_norms(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SHAPE | sizes | changes)))
+    return _spread(_model("qwen3_5_moe_text", seed, SHAPE | sizes | changes), None, 0.2)
 
 
-def _with_random_norms(model: Any) -> Any:
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "dt_bias" in name:  # initially all the same
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
+# --- drafts ---
 
 
 DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}

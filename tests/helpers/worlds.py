@@ -1,6 +1,6 @@
 """Prompts that begin alike, their texts by one-token-at-a-time decoding, and a draft that knows them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,16 +29,20 @@ class Chat(NamedTuple):
     num_answered: int
 
 
+Errors = Callable[[int], tuple[bool, bool]]
+"""Whether the first and the second choice of a position are wrong."""
+
+
 class KnowingDraft(CachedDFlash):
-    """A draft that recognises the texts it was told by position and anchor, and errs at some positions: at some of
-    those the right token is its second choice.
+    """A draft that recognises the texts it was told by position and anchor, and errs at some positions.
 
     Two texts with the same token at one position look alike to it: it may draft the other one's tokens.
     """
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, errors: Errors) -> None:
         assert isinstance(pair.draft, DraftModel)
         super().__init__(pair.draft)
+        self.errors = errors
         self.embedding = embedding_table(pair.target)
         self.head = pair.target.get_input_embeddings().weight.detach()
         self.texts = dict[tuple[int, int], Sequence[int]]()
@@ -52,26 +56,33 @@ class KnowingDraft(CachedDFlash):
         same = (embedded[:, None] == self.embedding).all(dim=2).int().argmax(dim=1).tolist()
         tokens, seconds = list[int](), list[int]()
         text: Sequence[int] = ()
-        for position, token in zip(packing.positions.tolist(), same, strict=True):
-            if token != self.mask_token_id:
-                text = self.texts.get((position, token), ())
+        for i, place in enumerate(zip(packing.positions.tolist(), same, strict=True)):
+            if i in packing.firsts:  # an anchor
+                text = self.texts.get(place, ())
+            position = place[0]
             right = text[position] if position < len(text) else 0
-            tokens.append((right + (position % 5 == 0 or position % 7 == 3)) % 256)
-            seconds.append((right + (position % 7 == 3)) % 256)
+            for choices, is_wrong in zip((tokens, seconds), self.errors(position), strict=True):
+                choices.append((right + is_wrong) % len(self.head))
         # Tied embeddings: the LM head's best match of a scaled embedding is its own token.
         normed = self.head / self.head.norm(dim=1, keepdim=True).square().clamp(min=1e-6)
         return 50 * normed[torch.tensor(tokens)] + 49.5 * normed[torch.tensor(seconds)]
 
 
+def knowing(pair: Pair, errors: Errors) -> tuple[Pair, KnowingDraft]:
+    """The pair with a draft that may be told texts, and that draft."""
+    draft, knowing_pair = KnowingDraft(pair, errors), replace(pair)
+    knowing_pair.__dict__["prepared_draft"] = PreparedDFlash(draft, pair.target)
+    return knowing_pair, draft
+
+
 class World:
-    """A target and its texts; one draft, of `knowing_pair`, is told all of them."""
+    """A target and its texts; one draft, of `knowing_pair`, is told all of them. At some of the positions where it is
+    wrong the right token is its second choice.
+    """
 
     def __init__(self, pair: Pair) -> None:
         self._stock = pair
-        self._draft = KnowingDraft(pair)
-        self.knowing_pair = replace(pair)
-        self.knowing_pair.__dict__["prepared_draft"] = PreparedDFlash(self._draft, pair.target)
-        self._texts = dict[tuple[tuple[int, ...], Sampling], tuple[int, ...]]()
+        self.knowing_pair, self._draft = knowing(pair, lambda p: (p % 5 == 0 or p % 7 == 3, p % 7 == 3))
 
     def prompt(self, chat: Chat, sampling: Sampling) -> tuple[int, ...]:
         prompt = (*SYSTEM[: chat.num_system], *QUESTIONS[chat.question])
@@ -80,12 +91,9 @@ class World:
         return (*prompt, *self.text(prompt, sampling)[: chat.num_answered], *QUESTIONS[1 - chat.question])
 
     def text(self, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
-        key = prompt, sampling
-        if key not in self._texts:
-            with torch.inference_mode():
-                self._texts[key] = plain_text(self._stock, prompt, MAX_NEW_TOKENS, sampling)
-        self._draft.remember((*prompt, *self._texts[key]))
-        return self._texts[key]
+        text = plain_text(self._stock, prompt, MAX_NEW_TOKENS, sampling)
+        self._draft.remember((*prompt, *text))
+        return text
 
     def decode(self, tokens: Sequence[int]) -> str:
         decoded = self._stock.tokenizer.decode(

@@ -3,181 +3,113 @@
 import copy
 import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from blockpilot.models.cache import SlotCache
+from blockpilot.models.decoder import check_network
 from blockpilot.models.layers import Rotary, RotaryTable
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
-from blockpilot.pairs.loading import Pair
+from helpers.tiny import (
+    tiny_gemma,
+    tiny_gemma4,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_hybrid_mixture,
+    tiny_mixture,
+    tiny_qwen3,
+    tiny_target,
+)
 
 ORIGINAL, LONGEST = 32, 96  # positions
-SHAPE = {
-    **{"vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2},
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 272, "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "tie_word_embeddings": False},
     "max_position_embeddings": LONGEST,
 }
-HYBRID: dict[str, Any] = {
-    **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "head_dim": 64},
-    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+ODD = {"head_dim": 10, "hidden_size": 44, "intermediate_size": 50}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+WINDOWS: dict[str, Any] = {
+    **{"sliding_window": 4, "tie_word_embeddings": True},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def llama(**changes: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes))
-
-
-def qwen3(**changes: Any) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | changes))
-
-
-def qwen3_moe(**changes: Any) -> PreTrainedModel:
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS | changes))
-
-
-def gemma3(**changes: Any) -> PreTrainedModel:
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | GEMMA | changes))
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(weight, std=0.3)
-    return model
-
-
-def gemma4(**changes: Any) -> PreTrainedModel:
-    """A Gemma 4 as the 31B: global heads are twice as wide, half as many, and their values are their keys."""
-    model = Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE | GEMMA4 | changes))
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        if "q_norm" in name:  # holds the scale of attention scores
-            torch.nn.init.normal_(parameter, 0.3, std=0.1)
-        elif "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, std=0.3)
-        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
-            torch.nn.init.uniform_(parameter, 0.3, 0.9)
-    return model
-
-
-def gpt_oss(**changes: Any) -> PreTrainedModel:
-    """A gpt-oss with sinks that take a good part of the attention, and gates and ups that reach their bounds."""
-    model = GptOssForCausalLM(GptOssConfig(**SHAPE | GPT_OSS | changes))
-    for name, weight in model.named_parameters():
-        if "sinks" in name or "bias" in name:
-            torch.nn.init.normal_(weight)
-        elif "gate_up_proj" in name:
-            torch.nn.init.normal_(weight, std=0.5)
-    return model
-
-
-GPT_OSS: dict[str, Any] = {
-    **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "pad_token_id": None},
-    "rope_parameters": {
-        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-        **{"rope_theta": 150000.0, "original_max_position_embeddings": 4},
-    },
-}
-GEMMA: dict[str, Any] = {
-    **{"query_pre_attn_scalar": 24, "sliding_window": 4, "tie_word_embeddings": True},
-    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
-}
-GEMMA4: dict[str, Any] = {
-    **{"sliding_window": 4, "tie_word_embeddings": True, "pad_token_id": None, "final_logit_softcapping": 3.0},
-    **{"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1},
-    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-}
+# A Gemma 4 as the 31B: global heads are twice as wide, half as many, and their values are their keys.
+GEMMA4 = WINDOWS | {"global_head_dim": 32, "final_logit_softcapping": 3.0, "use_bidirectional_attention": "vision"}
+GEMMA4["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
 E2B: dict[str, Any] = {
     **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 272, "use_double_wide_mlp": True},
     **{"num_kv_shared_layers": 3, "num_hidden_layers": 6, "attention_k_eq_v": False, "num_key_value_heads": 1},
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
-E2B["layer_types"] = E2B["layer_types"][:6]
-ODD = {"head_dim": 10, "hidden_size": 44, "intermediate_size": 50}
-SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-
-
-def hybrid(**changes: Any) -> PreTrainedModel:
-    """A Qwen3.5 with the proportions of the published ones: a quarter of a head is rotated, states are square."""
-    return with_random_norms(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | HYBRID | changes)))
-
-
-def hybrid_moe(**changes: Any) -> PreTrainedModel:
-    """A Qwen3.5-MoE with experts as wide as the shared one, as in the published ones."""
-    experts = EXPERTS | {"shared_expert_intermediate_size": 32}
-    return with_random_norms(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SHAPE | HYBRID | experts | changes)))
-
-
-def with_random_norms(model: Any) -> PreTrainedModel:
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "dt_bias" in name:  # initially all the same
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
-
-
-MODELS = {
-    "llama": llama,
-    "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "one query for every key": lambda: llama(num_key_value_heads=4),
-    "qwen3": qwen3,
-    "llama, nothing padded": lambda: llama(head_dim=32),
-    "llama, all padded": lambda: llama(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
-    "qwen3, nothing padded": lambda: qwen3(head_dim=64),
-    "qwen3 with a window": lambda: qwen3(**SLIDING),
-    "gemma3": gemma3,
-    "gemma3, all padded": lambda: gemma3(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
-    "gemma3, not tied, with biases": lambda: gemma3(tie_word_embeddings=False, attention_bias=True),
-    "gemma4": gemma4,
-    "gemma4, all padded": lambda: gemma4(head_dim=10, global_head_dim=24, hidden_size=44, intermediate_size=50),
-    "gemma4, values of their own, no soft cap": lambda: gemma4(attention_k_eq_v=False, final_logit_softcapping=None),
-    "gemma4, a mixture": lambda: gemma4(**GEMMA4_EXPERTS),
-    "gemma4, a mixture, all padded": lambda: gemma4(**GEMMA4_EXPERTS | ODD),
-    "gemma4, inputs of layers": lambda: gemma4(hidden_size_per_layer_input=32, vocab_size_per_layer_input=272),
-    "gemma4, as E2B": lambda: gemma4(**E2B),
-    "gemma4, as E2B, all padded": lambda: gemma4(**E2B | ODD | {"hidden_size_per_layer_input": 12}),
-    "gemma4, all at once": lambda: gemma4(**E2B | GEMMA4_EXPERTS | {"attention_k_eq_v": True}),
-    "gpt_oss": gpt_oss,
-    "gpt_oss, all padded": lambda: gpt_oss(head_dim=10, hidden_size=44, intermediate_size=52, vocab_size=265),
-    "gpt_oss, one query for every key": lambda: gpt_oss(num_key_value_heads=4, swiglu_limit=2.0),
-    "gpt_oss, whole panels of experts": lambda: gpt_oss(num_local_experts=16),  # their biases need no padding
-    "qwen3_moe": qwen3_moe,
-    "qwen3_moe with a window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=4),
-    "qwen3_moe, all padded": lambda: qwen3_moe(head_dim=10, hidden_size=44, moe_intermediate_size=20, vocab_size=265),
-    "qwen3_moe, weights of experts that sum to 1": lambda: qwen3_moe(norm_topk_prob=True),
-    "qwen3_moe with a dense layer": lambda: qwen3_moe(mlp_only_layers=[1]),
-    "qwen3_5": hybrid,
-    "qwen3_5, two values for every key": lambda: hybrid(linear_num_key_heads=2, linear_value_head_dim=64),
-    "qwen3_5, odd widths": lambda: hybrid(head_dim=24, hidden_size=44, intermediate_size=50, vocab_size=265),
-    "qwen3_5, a shorter window": lambda: hybrid(linear_conv_kernel_dim=3),
-    "qwen3_5_moe": hybrid_moe,
-    "qwen3_5_moe, a wide shared expert": lambda: hybrid_moe(shared_expert_intermediate_size=100, num_experts=7),
-    "qwen3_5_moe, odd widths": lambda: hybrid_moe(head_dim=24, hidden_size=44, moe_intermediate_size=20),
+GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "sliding_window": 4, "swiglu_limit": 2.0}  # which many reach
+EXPERTS = {"num_experts": 4, "mlp_only_layers": []}
+# The proportions of the published Qwen3.5: a quarter of a head is rotated, states are square.
+HYBRID: dict[str, Any] = {
+    **{"linear_num_key_heads": 4, "linear_value_head_dim": 32, "head_dim": 64, "initializer_range": 0.2},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+HYBRID_MOE = HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 32}  # as wide as an expert
+OWN_VALUES, NARROW = {"attention_k_eq_v": False}, {"moe_intermediate_size": 20}
+WIDE_SHARED = {"shared_expert_intermediate_size": 100, "num_experts": 7}
+LAYER_INPUTS = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 272}
+
+Build = Callable[..., PreTrainedModel]
+MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
+    "llama": (tiny_target, {}),
+    "llama with biases, tied": (tiny_target, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "one query for every key": (tiny_target, {"num_key_value_heads": 4}),
+    "llama, nothing padded": (tiny_target, {"head_dim": 32}),
+    "llama, all padded": (tiny_target, ODD | {"vocab_size": 265}),
+    "qwen3": (tiny_qwen3, {}),
+    "qwen3, nothing padded": (tiny_qwen3, {"head_dim": 64}),
+    "qwen3 with a window": (tiny_qwen3, SLIDING),
+    "gemma3": (tiny_gemma, WINDOWS),
+    "gemma3, all padded": (tiny_gemma, WINDOWS | ODD | {"vocab_size": 265}),
+    "gemma3, not tied, with biases": (tiny_gemma, WINDOWS | {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma4": (tiny_gemma4, GEMMA4),
+    "gemma4, all padded": (tiny_gemma4, GEMMA4 | ODD | {"global_head_dim": 24}),
+    "gemma4, values of their own, no soft cap": (
+        tiny_gemma4,
+        GEMMA4 | OWN_VALUES | {"final_logit_softcapping": None},
+    ),
+    "gemma4, a mixture": (tiny_gemma4, GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4, a mixture, all padded": (tiny_gemma4, GEMMA4 | GEMMA4_EXPERTS | ODD),
+    "gemma4, inputs of layers": (tiny_gemma4, GEMMA4 | LAYER_INPUTS),
+    "gemma4, as E2B": (tiny_gemma4, GEMMA4 | E2B),
+    "gemma4, as E2B, all padded": (tiny_gemma4, GEMMA4 | E2B | ODD | {"hidden_size_per_layer_input": 12}),
+    "gemma4, all at once": (tiny_gemma4, GEMMA4 | E2B | GEMMA4_EXPERTS | {"attention_k_eq_v": True}),
+    "gpt_oss": (tiny_gpt_oss, GPT_OSS),
+    "gpt_oss, all padded": (tiny_gpt_oss, GPT_OSS | ODD | {"intermediate_size": 52, "vocab_size": 265}),
+    "gpt_oss, one query for every key": (tiny_gpt_oss, GPT_OSS | {"num_key_value_heads": 4, "swiglu_limit": 7.0}),
+    "gpt_oss, whole panels of experts": (tiny_gpt_oss, GPT_OSS | {"num_local_experts": 16}),  # biases are not padded
+    "qwen3_moe": (tiny_mixture, EXPERTS),
+    "qwen3_moe with a window": (tiny_mixture, EXPERTS | SLIDING | {"max_window_layers": 0}),
+    "qwen3_moe, all padded": (tiny_mixture, EXPERTS | ODD | {"moe_intermediate_size": 20, "vocab_size": 265}),
+    "qwen3_moe, weights of experts that sum to 1": (tiny_mixture, EXPERTS | {"norm_topk_prob": True}),
+    "qwen3_moe with a dense layer": (tiny_mixture, EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3_5": (tiny_hybrid, HYBRID),
+    "qwen3_5, two values a key": (
+        tiny_hybrid,
+        HYBRID | {"linear_num_key_heads": 2, "linear_value_head_dim": 64},
+    ),
+    "qwen3_5, odd widths": (tiny_hybrid, HYBRID | ODD | {"head_dim": 24, "vocab_size": 265}),
+    "qwen3_5, a shorter window": (tiny_hybrid, HYBRID | {"linear_conv_kernel_dim": 3}),
+    "qwen3_5_moe": (tiny_hybrid_mixture, HYBRID_MOE),
+    "qwen3_5_moe, a wide shared expert": (tiny_hybrid_mixture, HYBRID_MOE | WIDE_SHARED),
+    "qwen3_5_moe, odd widths": (tiny_hybrid_mixture, HYBRID_MOE | ODD | {"head_dim": 24, **NARROW}),
+}
+
+
+def model_of(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    build, of_family = MODELS[name]
+    return build(seed, **SHAPE | of_family | changes).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -185,10 +117,8 @@ MODELS = {
 @torch.inference_mode()
 def test_computes_what_the_model_does(name: str) -> None:
     """Logits, and features of layers in any order; the model itself stays one to call, and keeps its state."""
-    torch.manual_seed(0)
-    model = MODELS[name]().eval().requires_grad_(False)
-    stock = copy.deepcopy(model)
-    target = Target(model, (2, 0))
+    model = model_of(name)
+    stock, target = copy.deepcopy(model), Target(model, (2, 0))
     tokens = torch.randint(0, 260, (3, 9))
     scored = target.score_rows(tokens, 0, target.new_cache(3, 9), torch.arange(3))
     expected = stock(tokens, output_hidden_states=True)
@@ -207,8 +137,7 @@ def test_computes_what_the_model_does(name: str) -> None:
 @torch.inference_mode()
 def test_tokens_of_a_tree_are_those_of_their_texts(name: str, seed: int) -> None:
     """Logits and features of transformers, after a prompt in two parts that is longer than the window."""
-    torch.manual_seed(seed)
-    model, choice = MODELS[name]().eval().requires_grad_(False), random.Random(seed)
+    model, choice = model_of(name, seed), random.Random(seed)
     stock, target, start = copy.deepcopy(model), Target(model, (0, 2)), choice.randint(6, 14)
     parents = [choice.choice([i, i, choice.randint(0, i)]) for i in range(choice.randint(3, 9))]
     if not seed:
@@ -232,21 +161,10 @@ def test_tokens_of_a_tree_are_those_of_their_texts(name: str, seed: int) -> None
         torch.testing.assert_close(scored.features[node], features, rtol=1e-4, atol=1e-4)
 
 
-@torch.inference_mode()
-def test_the_real_model_writes_as_transformers_does(embedded_pair: Pair) -> None:
-    """Logits of SmolLM2-135M in two stretches."""
-    target = Target(embedded_pair.target, (0,))
-    tokens = torch.tensor([embedded_pair.tokenizer("The capital of France is Paris, and that of Italy").input_ids])
-    cache, slots = target.new_cache(2, 32), torch.tensor([1])
-    first, second = (target.score_rows(tokens[:, i : i + 5], i, cache, slots).hidden for i in (0, 5))
-    logits = target.logits(torch.cat([first, second], dim=1))
-    torch.testing.assert_close(logits, embedded_pair.target(tokens[:, :10]).logits, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's maps of the process")
 def test_the_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
     """Embeddings and norms are copied out of it: packed weights and their file would be memory twice."""
-    llama().save_pretrained(tmp_path)
+    model_of("llama").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     file = str(tmp_path / "model.safetensors")
     assert file in Path("/proc/self/maps").read_text()
@@ -287,7 +205,7 @@ def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtyp
     table = RotaryTable(Qwen3RotaryEmbedding(config))
     for length in (40, 20, 90, 32):
         hidden, positions = torch.zeros(length, 16, dtype=dtype), torch.arange(length)
-        cache = SlotCache(Qwen3Config(**SHAPE), 1, length, torch.float32, torch.device("cpu"), 9)
+        cache = SlotCache(tiny_qwen3(**SHAPE).config, 1, length, torch.float32, torch.device("cpu"), 9)
         rows = table.table(cache, hidden).at(positions)
         expected = Rotary.of(Qwen3RotaryEmbedding(config), hidden, positions)
         assert rows.cosines.dtype == dtype
@@ -296,16 +214,14 @@ def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("family", "key"), [(llama, "rope_type"), (llama, "type"), (qwen3, "type"), (qwen3_moe, "rope_type")]
+    ("family", "key"), [("llama", "rope_type"), ("llama", "type"), ("qwen3", "type"), ("qwen3_moe", "rope_type")]
 )
 @pytest.mark.parametrize("kind", SCALINGS)
 @torch.inference_mode()
-def test_logits_are_those_of_the_transformers_model(family: Any, kind: str, key: str) -> None:
+def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key: str) -> None:
     """Of a text below the original length and of one that is three times as long, in two stretches."""
-    torch.manual_seed(0)
-    model: PreTrainedModel = family(**written(kind, key)).eval().requires_grad_(False)
-    stock = copy.deepcopy(model)
-    target = Target(model, ())
+    model = model_of(family, **written(kind, key))
+    stock, target = copy.deepcopy(model), Target(model, ())
     for length in (ORIGINAL - 2, LONGEST):
         tokens = torch.randint(0, 260, (1, length))
         cache, half = target.new_cache(1, length, num_spare=8), length // 2
@@ -313,3 +229,29 @@ def test_logits_are_those_of_the_transformers_model(family: Any, kind: str, key:
         hidden = [target.score_rows(part, start, cache, torch.tensor([0])).hidden for part, start in stretches]
         expected = stock(tokens).logits
         torch.testing.assert_close(target.logits(torch.cat(hidden, dim=1)), expected, rtol=1e-3, atol=1e-3)
+
+
+# --- what is not built ---
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "message"),
+    [
+        (tiny_gemma, {"hidden_activation": "gelu"}, "hidden_activation = gelu: supported is gelu_pytorch_tanh"),
+        (tiny_gemma, {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0: supported is None"),
+        (tiny_gemma, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (tiny_gemma, {"sliding_window": None}, "layer_types sliding_attention: sliding_window must be given"),
+        (tiny_gemma4, {"use_bidirectional_attention": "all"}, "attention = all: supported is vision, None"),
+        (tiny_gemma4, {"hidden_activation": "silu"}, "hidden_activation = silu: supported is gelu_pytorch_tanh"),
+        (tiny_hybrid, {"linear_key_head_dim": 20}, "linear_key_head_dim = 20: must be a multiple of 32"),
+        (tiny_hybrid, {"linear_num_value_heads": 5}, "5 value heads: must be a multiple of its 2 key heads"),
+        (tiny_hybrid, {"hidden_act": "gelu"}, "hidden_act = gelu: supported is silu"),
+        (tiny_hybrid, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(build: Build, change: dict[str, Any], message: str) -> None:
+    config = build().config
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        check_network(config)

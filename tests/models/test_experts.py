@@ -59,3 +59,30 @@ def test_nothing_waits_for_the_choice_of_experts(copied: bool, monkeypatch: pyte
     of_expert = 3 * 32 * 64 * 4
     expected = 2**17 // (2 * of_expert) if copied else MOST_TOKENS
     assert Mixture(block_of(tiny_mixture)).most_captured == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num", [1, 5, 64, 512])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_a_graph_holds_the_experts(dtype: torch.dtype, num: int) -> None:
+    """Whatever the tokens choose, beside transformers' loop over experts."""
+    block = block_of(tiny_mixture, dtype).to("cuda")
+    block.experts.config._experts_implementation = "eager"
+    mixture, inputs = Mixture(block), torch.randn(num, 64, device="cuda", dtype=dtype)
+    tolerance = max(1e-4, TOLERANCE[dtype])
+    assert num <= mixture.most_captured
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        mixture(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = mixture(inputs)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inputs.normal_()
+        graph.replay()
+        torch.testing.assert_close(outputs, block(inputs[None])[0], rtol=tolerance, atol=tolerance)

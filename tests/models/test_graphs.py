@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma4ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma4ForCausalLM
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import new_draft_config
@@ -23,11 +23,11 @@ from helpers.controllers import Watched
 from helpers.engines import run, text_of
 from helpers.tiny import (
     MASK_ID,
-    SHAPE,
     tiny_gemma,
     tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_mixture,
+    tiny_qwen3,
     tiny_sliding,
     tiny_target,
 )
@@ -44,13 +44,11 @@ PASSES = {
 }
 
 
-def qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(2)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16))
-
-
 def gemma4() -> Gemma4ForCausalLM:
     return tiny_gemma4_of_all_parts(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3)
+
+
+MODELS = [tiny_target, tiny_qwen3, tiny_gemma, gemma4, tiny_sliding, tiny_mixture, tiny_gpt_oss]
 
 
 def filled(cache: SlotCache) -> SlotCache:
@@ -75,7 +73,9 @@ def assert_same(tensor: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("model", [tiny_target, qwen3, tiny_gemma, gemma4, tiny_sliding, tiny_mixture, tiny_gpt_oss])
+@pytest.mark.parametrize(
+    "model", [tiny_target, tiny_qwen3, tiny_gemma, gemma4, tiny_sliding, tiny_mixture, tiny_gpt_oss]
+)
 @torch.inference_mode()
 def test_target_in_a_box(model: object, name: str) -> None:
     target = Target(model().eval(), LAYER_IDS)  # type: ignore[operator]
@@ -117,12 +117,8 @@ def test_padding_chooses_no_other_experts(monkeypatch: pytest.MonkeyPatch) -> No
         of_caches = []
         for cache in caches:
             chosen.clear()
-            target.score(
-                tokens,
-                cache.view(packing.rows, packing.columns, slice(0, 4), packing.length),
-                packing,
-                features=False,
-            )
+            view = cache.view(packing.rows, packing.columns, slice(0, 4), packing.length)
+            target.score(tokens, view, packing, features=False)
             of_caches.append(list(chosen))
         assert of_caches[0] == of_caches[1]
         assert len(of_caches[0]) == 5  # the first layer is dense

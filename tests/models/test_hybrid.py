@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.models.decoder import check_network
 from blockpilot.models.delta_net import StatePass
 from blockpilot.models.packing import Packing
 from blockpilot.models.states import StateCache
@@ -165,20 +164,3 @@ def test_memory_of_states_does_not_grow_with_a_text(hybrid_pair: Pair) -> None:
     assert long - first == 99 * (second - first)
     states = 3 * (4 * 32 * 64 * 4 + 3 * (2 * 2 * 32 + 4 * 64) * 4)
     assert first - (second - first) == 2 * states
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"linear_key_head_dim": 20}, "linear_key_head_dim = 20: must be a multiple of 32"),
-        ({"linear_num_value_heads": 5}, "5 value heads: must be a multiple of its 2 key heads"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu: supported is silu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: str, hybrid_pair: Pair) -> None:
-    config = copy.deepcopy(hybrid_pair.target.config)
-    for name, value in change.items():
-        setattr(config, name, value)
-    with pytest.raises(ValueError, match=message):
-        check_network(config)

@@ -32,30 +32,36 @@ def test_padding_and_back(sizes: list[int]) -> None:
 
 @settings(deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    rows=st.lists(st.tuples(st.integers(1, 10), st.integers(0, 20)), min_size=1, max_size=5),
     has_trees=st.booleans(),
     window=st.integers(1, 12),
     seed=st.integers(0, 99),
 )
-def test_a_window_leaves_out_earlier_tokens(sizes: list[int], has_trees: bool, window: int, seed: int) -> None:
-    """Masks of chains and trees, by the positions of queries and columns, in a double loop; boxes give the same."""
-    choice = random.Random(seed)
-    starts = [choice.randint(0, 20) for _ in sizes]
-    trees = [[choice.randint(0, i) for i in range(size - 1)] for size in sizes]
+def test_a_token_sees_the_context_and_its_ancestors(
+    rows: list[tuple[int, int]], has_trees: bool, window: int, seed: int
+) -> None:
+    """By walks to the anchor, of chains and trees; of a window by positions; boxes give the same."""
+    choice, (sizes, starts) = random.Random(seed), zip(*rows, strict=True)
+    trees = [[choice.randint(0, i) if has_trees else i for i in range(size - 1)] for size in sizes]
     packing = Packing(sizes, starts, CPU, trees if has_trees else None)
     box = Box.around(packing, range(len(sizes)), len(sizes), 300)
     assert box is not None
-    rows = box.places(packing, range(len(sizes)), 300)
-    in_box = box.visible(BoxPlaces(*rows[:5]), window)
-    narrowed, visible = packing.visible_in(window), packing.visible
-    for row, (size, start) in enumerate(zip(sizes, starts, strict=True)):
-        at_columns = {column: column for column in range(start)}
-        at_columns |= {start + i: start + depth for i, depth in enumerate(packing.depths[row])}
+    in_box = box.visible(BoxPlaces(*box.places(packing, range(len(sizes)), 300)[:5]), window)
+    visible, narrowed = packing.visible, packing.visible_in(window)
+    for row, (size, start) in enumerate(rows):
         for i in range(size):
-            for column, position in at_columns.items():
-                is_near = start + packing.depths[row][i] - position < window
-                assert narrowed[row, 0, i, column] == (visible[row, 0, i, column] and is_near)
-                assert in_box[row, 0, i, column] == narrowed[row, 0, i, column]
+            path = [i]
+            while path[0]:
+                path.insert(0, trees[row][path[0] - 1])
+            seen = {column: column for column in range(start)}
+            seen |= {start + node: start + depth for depth, node in enumerate(path)}
+            position = start + len(path) - 1
+            near = sorted(column for column, at in seen.items() if position - at < window)
+            assert visible[row, 0, i].nonzero()[:, 0].tolist() == sorted(seen)
+            assert narrowed[row, 0, i].nonzero()[:, 0].tolist() == near
+            assert in_box[row, 0, i].nonzero()[:, 0].tolist() == near
+            token = packing.firsts[row] + i
+            assert (int(packing.columns[token]), int(packing.positions[token])) == (start + i, position)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (1, 12), (4, 1), (4, 3), (7, 12)])

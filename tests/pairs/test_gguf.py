@@ -80,19 +80,8 @@ def add_byte_level_tokens(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{{ messages[0]['content'] }}")
 
 
-WORDS = (
-    "\u2581",
-    "a",
-    "b",
-    "c",
-    "\u2581a",
-    "ab",
-    "bc",
-    "abc",
-    "\u2581ab",
-    "ca",
-    "\u00e9",
-)  # the best-scored merges first
+# The best-scored merges first.
+WORDS = ("\u2581", "a", "b", "c", "\u2581a", "ab", "bc", "abc", "\u2581ab", "ca", "\u00e9")
 
 
 def add_scored_tokens(writer: gguf.GGUFWriter) -> None:
@@ -148,14 +137,8 @@ def test_gemma3_270m_encodes_as_sentencepiece_does() -> None:
     tokenizer = load_tokenizer(find_target(GEMMA3_270M).directory)
     text = "  two  spaces   three"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == [
-        "\u2581\u2581",
-        "two",
-        "\u2581\u2581",
-        "spaces",
-        "\u2581" * 3,
-        "three",
-    ]
+    pieces = ["\u2581\u2581", "two", "\u2581\u2581", "spaces", "\u2581" * 3, "three"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces
     assert tokenizer.decode(ids) == text
     assert tokenizer("Hello")["input_ids"] == [2, 9259]
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from blockpilot.control.acceptance import UNTRAINED
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.generate import generate
+from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import (
     WEIGHT_NAMES,
@@ -31,7 +32,8 @@ from blockpilot.policy.learned import (
 )
 from blockpilot.policy.network import NetworkShape, PolicyNetwork, SparseProbs, sparse_probs
 from blockpilot.policy.store import load_policy, save_policy
-from blockpilot.types import CandidateSet, PairId, Prefill
+from blockpilot.types import CandidateSet, PairId, Prefill, Request
+from helpers.engines import NEVER, run, text_of
 from helpers.policies import step_policy as tiny_step_policy
 from helpers.policies import tiny_policy
 from helpers.prices import price
@@ -142,19 +144,22 @@ def test_a_step_policy_is_the_prior_of_the_engines_choice(tiny_pair: Pair) -> No
     texts, num_verified = set[tuple[int, ...]](), []
     for bias in (-8.0, 8.0):  # nothing, or everything, is expected to be accepted
         policy = tiny_step_policy(tiny_pair.id, tiny_pair.vocab_size, scale=0.0, bias=bias)
-        controller = Engine(tiny_pair, policy=policy).controller
-        assert np.array_equal(controller.model.weights, policy.weights)
-        assert controller.model.weights is not policy.weights  # which stay as they were trained
-        steps = list(generate(tiny_pair, (1, 2, 3), policy=policy, max_new_tokens=12, stop_token_ids=()))
-        texts.add(tuple(token for step in steps for token in step.tokens))
+        engine, trained = Engine(tiny_pair, policy=policy), policy.weights.copy()
+        assert engine.policy is None  # it fixes nothing: rows adapt
+        assert np.array_equal(engine.controller.model.weights, trained)
+        assert engine.controller.model.deepest == tiny_pair.block_size - 1 < MAX_DEPTH
+        [steps] = run(engine, [Request((1, 2, 3), 12, stop_token_ids=NEVER)])
+        texts.add(text_of(steps))
         num_verified.append(sum(len(step.tree.tokens) for step in steps))
+        assert np.array_equal(policy.weights, trained)  # learning leaves the policy's own
+    assert np.array_equal(Engine(tiny_pair).controller.model.weights, UNTRAINED.weights)
     assert len(texts) == 1
     assert num_verified[0] < num_verified[1]
 
 
 REFUSED: dict[str, Callable[[], object]] = {
     r"candidates \(\)": lambda: CandidateSet(()),
-    r"candidates \(0,\)": lambda: FixedPolicy(0),
+    r"candidates \(0,\): 0 is not a block size": lambda: FixedPolicy(0),
     r"candidates \(2, 2\)": lambda: CandidateSet((2, 2)),
     r"candidates \(4, 2\)": lambda: CandidateSet((4, 2)),
     r"candidates \(1.0, 2\)": lambda: CandidateSet((1.0, 2)),  # type: ignore[arg-type]

@@ -27,20 +27,17 @@ from blockpilot.policy.training import (
     predict,
     train_epoch,
 )
-from blockpilot.sweep.rows import SweepRow, validate
+from blockpilot.sweep.rows import SweepRow
 from blockpilot.types import CandidateSet, Prefill
 from helpers.prices import price
 from helpers.sweeps import (
     CANDIDATES,
     LEADS,
-    NUM_PLACES,
     PAIR,
     TRAILS,
     VOCAB_SIZE,
     heaviest,
-    metadata,
     synthetic_rows,
-    with_choices,
 )
 
 
@@ -48,14 +45,6 @@ def dense(row: SweepRow) -> Tensor:
     probs = torch.zeros(VOCAB_SIZE)
     probs[row.probs_ids] = torch.tensor(row.probs)
     return probs
-
-
-def test_synthetic_rows_are_those_of_a_dense_sweep() -> None:
-    plain = [*synthetic_rows(20, 0), *synthetic_rows(20, 1, signal=False)]
-    for row in [*plain, *(with_choices(row, seed) for seed, row in enumerate(plain))]:
-        validate(row, metadata())
-        assert len(row.step_places) == NUM_PLACES
-        assert [sum(histogram) for histogram in row.emitted_histograms] == row.num_steps
 
 
 # --- what is learned ---

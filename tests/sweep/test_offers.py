@@ -1,6 +1,7 @@
 """A dense sweep records the candidates that the engine's draft proposes there."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from helpers.texts import slow_match
 CANDIDATES = [1, 4, 6]
 
 
+@cache
 def dense(pair: Pair, temperature: float, max_new_tokens: int = 30, step_samples: int = 20) -> list[SweepRow]:
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "step_samples": step_samples}
     return sweep_prompts(pair, load_prompts("demo", 3), CANDIDATES, method="dense", **settings).rows  # type: ignore[arg-type]
@@ -29,11 +31,8 @@ def ranks_of(row: SweepRow) -> np.ndarray:
     return np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
 
 
-@pytest.fixture(params=["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    """One whose slots are independent, one whose slots depend on the choice above, two on all of them."""
-    loaded: Pair = request.getfixturevalue(request.param)
-    return loaded
+# Slots that are independent, that depend on the choice above, and twice on all of them.
+PAIRS = pytest.mark.parametrize("pair", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"], indirect=True)
 
 
 def choices_along(slots: Slots, tokens: Sequence[int]) -> Iterator[list[int]]:
@@ -49,6 +48,7 @@ def choices_along(slots: Slots, tokens: Sequence[int]) -> Iterator[list[int]]:
             return
 
 
+@PAIRS
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_ranks_are_those_among_the_engines_candidates(pair: Pair, temperature: float) -> None:
     num_compared, num_right = 0, 0
@@ -72,6 +72,7 @@ def test_ranks_are_those_among_the_engines_candidates(pair: Pair, temperature: f
     assert num_right > 0
 
 
+@PAIRS
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_the_trained_block_accepts_first_choices_that_are_right(
     pair: Pair, temperature: float, tiny_pair: Pair

@@ -1,9 +1,10 @@
 """Replays of known texts against the engine that decodes them, and against the published drafter's package."""
 
 import importlib.util
-from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,66 +14,47 @@ from blockpilot.draft_training.features import Document
 from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.engine.engine import Engine
 from blockpilot.models.target import Target
-from blockpilot.pairs.loading import Pair
+from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.candidates import Method
 from blockpilot.sweep.replay import Text, accepted_everywhere, know, walk
+from blockpilot.sweep.summary import fewest_steps
 from blockpilot.sweep.sweep import sweep_prompts
-from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Request, Sampling
 from helpers.engines import run, text_of
+from helpers.published import small_draft, small_target
+from helpers.tiny import tiny_draft, tiny_target
 
 ASKED = "Count from one to twenty in words.", "Name three fruits."
 MAX_NEW_TOKENS = 16
 CANDIDATES = 2, 3, 8
-
-
-def decoded(pair: Pair, sampling: Sampling, block_size: int) -> list[tuple[Text, list[int]]]:
-    """The texts that the engine gives, and the number of tokens of each verify step."""
-    prompts = [Prompt("test", (Message("user", asked),)).encode(pair.tokenizer) for asked in ASKED]
-    engine = Engine(pair, num_slots=len(ASKED), max_length=max(map(len, prompts)) + MAX_NEW_TOKENS)
-    requests = [Request(ids, MAX_NEW_TOKENS, sampling, block_size, pair.stop_token_ids) for ids in prompts]
-    return [
-        (
-            Text((*ids, *text_of(steps)), len(ids), len(ids) + MAX_NEW_TOKENS, sampling),
-            [len(s.tokens) for s in steps[1:]],
-        )
-        for ids, steps in zip(prompts, run(engine, requests), strict=True)
-    ]
+METHODS: tuple[Method, ...] = ("decode", "replay", "dense")
 
 
 def texts_of(pair: Pair, sampling: Sampling) -> list[Text]:
-    return [text for text, _ in decoded(pair, sampling, block_size=1)]
+    """Texts that the engine gives."""
+    prompts = [Prompt("test", (Message("user", asked),)).encode(pair.tokenizer) for asked in ASKED]
+    engine = Engine(pair, num_slots=len(ASKED), max_length=max(map(len, prompts)) + MAX_NEW_TOKENS)
+    answers = run(engine, [Request(ids, MAX_NEW_TOKENS, sampling, 1, pair.stop_token_ids) for ids in prompts])
+    return [
+        Text((*ids, *text_of(steps)), len(ids), len(ids) + MAX_NEW_TOKENS, sampling)
+        for ids, steps in zip(prompts, answers, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_walk_takes_the_engines_steps(temperature: float, embedded_pair: Pair) -> None:
-    """Of a trained draft, which is often right."""
-    sampling = Sampling(temperature, seed=5)
-    texts = texts_of(embedded_pair, sampling)
-    known = know(embedded_pair, texts)
-    walked = walk(embedded_pair, known, CANDIDATES)
-    for i, block_size in enumerate(CANDIDATES):
-        by_engine = decoded(embedded_pair, sampling, block_size)
-        assert [text for text, _ in by_engine] == texts
-        assert [of_text[i] for of_text in walked] == [emitted for _, emitted in by_engine]
-        accepted = accepted_everywhere(embedded_pair, known, block_size)
-        assert list(map(emitted_along, accepted)) == [of_text[i] for of_text in walked]
-    widest = list(chain.from_iterable(of_text[-1] for of_text in walked))
-    assert max(widest) > 2
-    assert sum(widest) > 1.1 * len(widest)
-
-
-def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = texts_of(embedded_pair, Sampling())
-    whole = know(embedded_pair, texts)
+@pytest.mark.parametrize("pair", ["tiny_pair", "eagle_pair"], indirect=True)
+def test_texts_are_scored_in_stretches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = texts_of(pair, Sampling(6.0, seed=5))
+    whole = know(pair, texts)
     monkeypatch.setattr("blockpilot.sweep.replay.PREFILL_COLUMNS", 14)
     monkeypatch.setattr("blockpilot.sweep.replay.ANCHORS_AT_ONCE", 8)
     monkeypatch.setattr("blockpilot.sweep.replay.HEAD_ROWS", 3)
-    cut = know(embedded_pair, texts)
+    cut = know(pair, texts)
     torch.testing.assert_close(whole.prefill_context, cut.prefill_context, rtol=1e-3, atol=1e-3)
-    assert walk(embedded_pair, cut, CANDIDATES) == walk(embedded_pair, whole, CANDIDATES)
-    for text, accepted in zip(texts, accepted_everywhere(embedded_pair, cut, 3), strict=True):
+    walked = walk(pair, cut, CANDIDATES)
+    assert walked == walk(pair, whole, CANDIDATES)
+    assert max(chain.from_iterable(chain.from_iterable(walked))) > 1
+    for text, accepted in zip(texts, accepted_everywhere(pair, cut, 3), strict=True):
         assert len(accepted) == len(text.tokens) - text.num_prompt_tokens - 1
 
 
@@ -82,28 +64,43 @@ def test_an_answer_of_one_token_has_no_step(tiny_pair: Pair) -> None:
     assert walk(tiny_pair, known, [4]) == [[[]]]
 
 
+@pytest.fixture(scope="module")
+def narrow_pair(tiny_pair: Pair) -> Pair:
+    """The tiny pair with a draft that has a vocabulary of its own."""
+    draft = tiny_draft(tiny_target()).eval().requires_grad_(False)
+    draft.vocabulary = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:150]
+    return replace(tiny_pair, draft=draft)
+
+
+@pytest.fixture(scope="module")
+def dspark_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A DSpark draft, which has an LM head of its own and proposes a token at its anchor."""
+    root, name = tmp_path_factory.mktemp("dspark"), "qwen3-4b-dspark"
+    return load_pair(
+        target=small_target(name, root / "target"), draft=small_draft(name, root / "draft"), dtype="float32"
+    )
+
+
+PAIRS = "tiny_pair", "markov_pair", "gated_pair", "dflash2_pair", "eagle_pair", "narrow_pair", "dspark_pair"
+
+
+@pytest.mark.parametrize("pair", PAIRS, indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
-def test_chains_of_an_eagle_draft_replay_as_they_decode(eagle_pair: Pair, temperature: float) -> None:
+def test_a_replay_equals_decoding(pair: Pair, temperature: float) -> None:
     """Texts of several lengths, padded beside each other; with the noise of T = 6 a random draft is often right."""
-    methods: Sequence[Method] = ("decode", "replay", "dense")
+    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "step_samples": 5}
     decoded, *replays = (
-        sweep_prompts(
-            eagle_pair,
-            load_prompts("demo", 4),
-            [1, 2, 4, 7],
-            method=method,
-            max_new_tokens=24,
-            temperature=temperature,
-            step_samples=5,
-        ).rows
-        for method in methods
+        sweep_prompts(pair, load_prompts("demo", 4), [1, 2, 4, 7], method=method, **settings).rows
+        for method in METHODS
     )
     for replayed in replays:
         for by_engine, row in zip(decoded, replayed, strict=True):
             assert row.output_tokens == by_engine.output_tokens
             assert row.emitted_histograms == by_engine.emitted_histograms
             assert row.context == pytest.approx(by_engine.context, abs=1e-4)
-    assert max(tau for row in decoded for tau in row.taus) > 1.5 or temperature < 6
+            assert not row.accepted or fewest_steps(row.accepted) <= min(row.num_steps)
+    most = max(tau for row in decoded for tau in row.taus)
+    assert most > (1.5 if pair.draft.is_sequential else 1) or temperature < 6
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs pip install --no-deps dflash==0.1.0")

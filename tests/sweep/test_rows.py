@@ -31,16 +31,9 @@ from blockpilot.sweep.rows import (
 from blockpilot.types import PairId
 from helpers.sweeps import read_sweep
 
-METADATA = Metadata(
-    config={"temperature": 0.5, "prompts": ["demo"], "pair": {"name": "smollm2-135m"}},
-    pair=PairId("target", "t1", "draft", "d1"),
-    dtype="float32",
-    vocab_size=100,
-    block_size=3,
-    candidates=[1, 3],
-    versions={"torch": "2"},
-    git_commit="abc",
-)
+CONFIG = {"temperature": 0.5, "prompts": ["demo"], "pair": {"name": "smollm2-135m"}}
+PAIR = PairId("target", "t1", "draft", "d1")
+METADATA = Metadata(CONFIG, PAIR, "float32", 100, 3, [1, 3], {"torch": "2"}, "abc")
 
 
 def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:

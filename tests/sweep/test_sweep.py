@@ -89,19 +89,6 @@ def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: flo
         ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_dense_sweep_has_the_steps_of_every_walk(parrot: Pair, temperature: float) -> None:
-    asked, candidates = prompts(3), [1, 3, 6]
-    settings = {"max_new_tokens": 30, "temperature": temperature}
-    dense = replay(parrot, asked, candidates, method="dense", **settings).rows
-    for row, expected in zip(dense, decode(parrot, asked, candidates, **settings).rows, strict=True):
-        assert row.emitted_histograms == expected.emitted_histograms
-        assert row.accepted[0] == [0] * (len(row.output_tokens) - 1)
-        assert [max(accepted) for accepted in row.accepted] == [0, 2, 5]
-        assert fewest_steps(row.accepted) <= min(row.num_steps)
-        validate(row, about(parrot, candidates))
-
-
 def known_before(pair: Pair, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """By the stock model on the text up to the anchor: the context vector before it, and its embedding."""
     states = pair.target(torch.tensor([tokens]), output_hidden_states=True).hidden_states

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import encode_messages
-from helpers.api import CHAT, QUESTION, JsonObject, ask, replica_of
+from helpers.api import ApiClient, replica_of
+from helpers.bodies import CHAT, QUESTION, JsonObject
 from helpers.tiny import byte_tokenizer
 from jobs.serving.messages import ChatMessage, shown
 from jobs.serving.replica import Replica
@@ -82,13 +82,13 @@ def test_a_result_has_the_id_and_the_name_of_its_call() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"x": "abc', "[1, 2]", "5", "not JSON", '{"x": "\\ud800"}', "[" * 5000])
-def test_arguments_that_are_no_object_are_given_as_they_are(client: TestClient, arguments: str) -> None:
+def test_arguments_that_are_no_object_are_given_as_they_are(client: ApiClient, arguments: str) -> None:
     message = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}
     assert rendered(AS_TEXT, [message]) == f"<assistant|||>[call_1 f {arguments}]"
     assert rendered(BY_ITEM, [message], plain=True) == f"<assistant|||>[call_1 farguments={arguments};]"
     if len(arguments) < 500:  # else it is more than the model's context
         turns = [*QUESTION, message, {"role": "tool", "tool_call_id": "call_1", "content": "bad"}, *QUESTION]
-        ask(client, CHAT, {"model": "target", "messages": turns, "max_tokens": 2})
+        client.ask(CHAT, {"messages": turns, "max_tokens": 2})
 
 
 def test_control_tokens_are_text_wherever_they_stand() -> None:
@@ -112,7 +112,7 @@ JSON = st.recursive(
 
 @given(JSON, JSON, st.sampled_from(["arguments", "parameters", "content", "call", "function", "tool"]))
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_body_is_500(client: TestClient, odd: Any, other: Any, where: str) -> None:
+def test_no_body_is_500(client: ApiClient, odd: Any, other: Any, where: str) -> None:
     """120 bodies with any JSON in a place of a call or a tool, to a template that reads `properties` and `enum`."""
     arguments = json.dumps(odd) if isinstance(other, list) else odd
     call = CALL | {"function": {"name": "f", "arguments": arguments if where == "arguments" else "{}"}}
@@ -123,8 +123,8 @@ def test_no_body_is_500(client: TestClient, odd: Any, other: Any, where: str) ->
         tool["function"]["parameters"] = {"properties": odd, "required": other}
     turn = {"role": "assistant", "content": odd if where == "content" else "x", "tool_calls": [call]}
     turns = [*QUESTION, turn | ({"tool_calls": odd} if where == "call" else {})]
-    body = {"model": "target", "messages": turns, "tools": [odd if where == "tool" else tool], "max_tokens": 1}
-    response = client.post(CHAT, json=body)
+    tools = [odd if where == "tool" else tool]
+    response = client.send_body(CHAT, {"messages": turns, "tools": tools, "max_tokens": 1})
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
         assert response.json()["error"]["param"]

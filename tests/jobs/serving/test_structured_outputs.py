@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,26 +9,14 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from fastapi.testclient import TestClient
 from pydantic import BaseModel, Field
 
 from blockpilot.pairs.loading import Pair
-from helpers.api import (
-    CHAT,
-    COMPLETIONS,
-    QUESTION,
-    app_of,
-    ask,
-    check_error,
-    over_http,
-    replica_of,
-    shown,
-    streamed,
-    text_of,
-)
+from helpers.api import ApiClient, app_of, neighbour, over_http, replica_of
+from helpers.bodies import CHAT, COMPLETIONS, QUESTION, JsonObject, shown, text_of
 from jobs.serving.replica import Replica
 
-SCHEMA: dict[str, Any] = {
+SCHEMA: JsonObject = {
     "type": "object",
     "properties": {
         "kind": {"enum": ["cat", "dog"]},
@@ -39,14 +26,8 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 STALLING = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]}
-CHAT_BODY: dict[str, Any] = {
-    "model": "target",
-    "messages": QUESTION,
-    "max_tokens": 200,
-    "seed": 7,
-    "temperature": 1.5,
-}
-PROMPT_BODY: dict[str, Any] = {"model": "target", "prompt": "Once", "max_tokens": 200, "seed": 7}
+CHAT_BODY: JsonObject = {"messages": QUESTION, "max_tokens": 200, "seed": 7, "temperature": 1.5}
+PROMPT_BODY: JsonObject = {"prompt": "Once", "max_tokens": 200, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +37,25 @@ def replica(tiny_pair: Pair) -> Iterator[Replica]:
         yield replica
 
 
-def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def of_schema(schema: JsonObject) -> JsonObject:
     return {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema, "strict": True}}
 
 
-def structured(client: TestClient, **structure: Any) -> str:
-    return text_of(ask(client, COMPLETIONS, PROMPT_BODY | {"structured_outputs": structure}))
+def structured(client: ApiClient, **structure: Any) -> str:
+    return text_of(client.ask(COMPLETIONS, PROMPT_BODY | {"structured_outputs": structure}))
 
 
-def test_a_schema_is_followed_streamed_or_not_at_every_block_size(client: TestClient) -> None:
+def test_a_schema_is_followed_streamed_or_not_at_every_block_size(client: ApiClient) -> None:
     body = CHAT_BODY | {"response_format": of_schema(SCHEMA)}
-    whole = ask(client, CHAT, body)
+    whole = client.ask(CHAT, body)
     jsonschema.validate(json.loads(text_of(whole)), SCHEMA)
     assert whole["choices"][0]["finish_reason"] == "stop"
-    assert shown(streamed(client, CHAT, body)[0]) == text_of(whole)
+    assert shown(client.streamed(CHAT, body)[0]) == text_of(whole)
     for settings in ({"block_size": 1}, {"block_size": 4, "layout": "tree"}):
-        assert text_of(ask(client, CHAT, body | settings)) == text_of(whole)
+        assert text_of(client.ask(CHAT, body | settings)) == text_of(whole)
 
 
-def test_every_kind_of_structure_is_followed(client: TestClient) -> None:
+def test_every_kind_of_structure_is_followed(client: ApiClient) -> None:
     choices = ["yes", "no", "perhaps"]
     assert structured(client, choice=choices) in choices
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", structured(client, regex="[a-c]{3}-[0-9]{2}"))
@@ -85,19 +66,19 @@ def test_every_kind_of_structure_is_followed(client: TestClient) -> None:
     assert "   " in structured(client, json=SCHEMA, whitespace_pattern=" {3}")
 
 
-def test_an_object_is_an_object_unless_it_is_cut(client: TestClient) -> None:
+def test_an_object_is_an_object_unless_it_is_cut(client: ApiClient) -> None:
     for structure in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
-        answer = ask(client, CHAT, CHAT_BODY | structure | {"max_tokens": 400, "top_p": 0.9, "top_k": 40})
+        answer = client.ask(CHAT, CHAT_BODY | structure | {"max_tokens": 400, "top_p": 0.9, "top_k": 40})
         assert text_of(answer).startswith("{")
         if answer["choices"][0]["finish_reason"] == "stop":
             assert isinstance(json.loads(text_of(answer)), dict)
-        cut = ask(client, CHAT, CHAT_BODY | structure | {"max_tokens": 2})
+        cut = client.ask(CHAT, CHAT_BODY | structure | {"max_tokens": 2})
         assert cut["choices"][0]["finish_reason"] == "length"
 
 
-def test_log_probabilities_stay_the_targets_own(client: TestClient) -> None:
+def test_log_probabilities_stay_the_targets_own(client: ApiClient) -> None:
     body = PROMPT_BODY | {"structured_outputs": {"regex": "[qx]{4}"}, "logprobs": 2}
-    logprobs = ask(client, COMPLETIONS, body)["choices"][0]["logprobs"]
+    logprobs = client.ask(COMPLETIONS, body)["choices"][0]["logprobs"]
     assert set(logprobs["tokens"]) <= set("qx")
     tokens = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
     assert any(token not in likeliest for token, likeliest in tokens)
@@ -123,35 +104,21 @@ def test_log_probabilities_stay_the_targets_own(client: TestClient) -> None:
         ({"response_format": {"type": "xml"}}, "type"),
     ],
 )
-def test_a_bad_grammar_is_400_in_words(client: TestClient, structure: dict[str, Any], message: str) -> None:
-    response = client.post(CHAT, json=CHAT_BODY | structure)
-    assert response.status_code == 400, response.text
-    assert message in response.json()["error"]["message"]
+def test_a_bad_grammar_is_400_in_words(client: ApiClient, structure: JsonObject, message: str) -> None:
+    assert message in client.refusal(CHAT, CHAT_BODY | structure)["message"]
 
 
-def test_a_stalling_grammar_is_refused_and_disturbs_no_neighbour(client: TestClient) -> None:
+def test_a_stalling_grammar_is_refused_and_disturbs_no_neighbour(client: ApiClient) -> None:
     """Compiling the least common multiple of these takes minutes."""
     beside = PROMPT_BODY | {"max_tokens": 300, "temperature": 0}
-    alone, texts = text_of(ask(client, COMPLETIONS, beside)), list[str]()
-    stop = threading.Event()
-
-    def go_on() -> None:
-        while not stop.is_set():
-            texts.append(text_of(ask(client, COMPLETIONS, beside)))
-
-    neighbour = threading.Thread(target=go_on)
-    neighbour.start()
     seconds = list[float]()
-    for _ in range(2):
-        started = time.monotonic()
-        refused = client.post(CHAT, json=CHAT_BODY | {"response_format": of_schema(STALLING)})
-        seconds.append(time.monotonic() - started)
-        assert refused.status_code == 400
-        assert "to compile" in check_error(refused.json(), "response_format")["message"]
-    stop.set()
-    neighbour.join()
+    with neighbour(client, beside):
+        for _ in range(2):
+            started = time.monotonic()
+            refused = client.refusal(CHAT, CHAT_BODY | {"response_format": of_schema(STALLING)}, "response_format")
+            seconds.append(time.monotonic() - started)
+            assert "to compile" in refused["message"]
     assert seconds[1] < seconds[0] / 2  # it is known
-    assert set(texts) == {alone}
     jsonschema.validate(json.loads(structured(client, json=SCHEMA)), SCHEMA)
 
 

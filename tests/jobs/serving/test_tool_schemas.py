@@ -12,15 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
-from helpers.tiny import EOS_ID, byte_tokenizer
+from helpers.grammars import COMPILER
+from helpers.grammars import takes as whole_text
 from jobs.serving.constraints.coder import END_OF_VALUE, FORMATS, search, text_of
 from jobs.serving.constraints.tools import CallDelta, CallReader, Family, Tool, fitted, grammar_of, whole_calls
 
 JsonObject = dict[str, Any]
 FAMILIES: tuple[Family, ...] = ("hermes", "llama", "coder")
-TOKENIZER = byte_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER, 260, frozenset({EOS_ID}))
 CLOSED = {"additionalProperties": False}
 PLACE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]} | CLOSED
 TEXTS = st.text('ab<>/\n"\\{}é😀 ' + "paramet", max_size=12) | st.sampled_from(
@@ -88,13 +86,7 @@ def written(family: Family, tool: Tool, arguments: JsonObject) -> str:
 
 
 def takes(family: Family, tool: Tool, text: str) -> bool:
-    automaton = COMPILER.compile(grammar_of(family, [tool], must_call=True, parallel=False)).start()
-    try:
-        for token in TOKENIZER(text)["input_ids"]:
-            automaton.take(token)
-    except GrammarError:
-        return False
-    return automaton.ends() or automaton.allowed((), [EOS_ID]) == [True]
+    return whole_text(grammar_of(family, [tool], must_call=True, parallel=False), text)
 
 
 def read(family: Family, tool: Tool, pieces: list[str]) -> tuple[CallReader, list[CallDelta]]:

@@ -1,21 +1,30 @@
-"""Tokenizers with more tokens than the target's embedding has rows, and with fewer: every kind of request works."""
+"""Unusual pairs: a tokenizer with more or fewer tokens than the target's embedding has rows, and a target without a
+draft, which has lookup by default, no policy of the registry, and no fixed block size."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blockpilot.constraints.automaton import GrammarCompiler, tokenizer_json
 from blockpilot.constraints.grammar import Grammar
-from blockpilot.pairs.loading import Pair
-from blockpilot.types import PairId
-from helpers.api import CHAT, QUESTION, ask, replica_of
+from blockpilot.control.cost import NOMINAL
+from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.types import PairId, Sampling
+from helpers.api import ApiClient, client_of, replica_of
+from helpers.bodies import CHAT, COMPLETIONS, QUESTION, text_of
+from helpers.engines import plain_text
+from helpers.patience import wait_until
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from jobs.common.config import PairConfig
+from jobs.serve import ServeConfig
+from jobs.serving.models import find_policy
 from jobs.serving.replica import Replica
 
 MORE = "<one more>"
@@ -52,9 +61,9 @@ def replica(request: pytest.FixtureRequest) -> Iterator[Replica]:
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("name", BODIES)
-def test_every_kind_of_request_is_answered(name: str, temperature: float, client: TestClient) -> None:
-    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "temperature": temperature, "seed": 1}
-    (choice,) = ask(client, CHAT, body | BODIES[name])["choices"]
+def test_every_kind_of_request_is_answered(name: str, temperature: float, client: ApiClient) -> None:
+    body = {"messages": QUESTION, "max_tokens": 60, "temperature": temperature, "seed": 1}
+    (choice,) = client.ask(CHAT, body | BODIES[name])["choices"]
     if name == "json_schema":
         assert json.loads(choice["message"]["content"]) == {"a": MORE}
     if name == "plain":
@@ -62,15 +71,10 @@ def test_every_kind_of_request_is_answered(name: str, temperature: float, client
 
 
 @pytest.mark.parametrize("replica", ["more tokens"], indirect=True)
-def test_a_prompt_with_a_token_that_has_no_row_is_refused(client: TestClient) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": f"say {MORE}"}], "max_tokens": 4}
-    response = client.post(CHAT, json=body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["message"], error["param"]) == (
-        "prompt token 260: must be 0 to 259, the target embeds no other",
-        "messages",
-    )
+def test_a_prompt_with_a_token_that_has_no_row_is_refused(client: ApiClient) -> None:
+    error = client.refusal(CHAT, {"messages": [{"role": "user", "content": f"say {MORE}"}], "max_tokens": 4})
+    told = "prompt token 260: must be 0 to 259, the target embeds no other"
+    assert (error["message"], error["param"]) == (told, "messages")
 
 
 def test_no_token_beyond_the_embedding_is_allowed_or_forced_or_a_stop() -> None:
@@ -102,3 +106,46 @@ def test_a_vocabulary_that_is_cut_has_no_merge_into_what_is_lost() -> None:
     assert cut.get_vocab() == {"a": 0, "b": 1, "c": 2, "ab": 3}
     assert cut.encode("abca").ids == [3, 2, 0]
     assert Tokenizer.from_str(tokenizer_json(tokenizer, 9)).get_vocab() == vocab | {"<end>": 6}
+
+
+# --- a target without a draft ---
+
+NUM = 40
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_pair_dirs: tuple[Path, Path]) -> Iterator[Replica]:
+    pair = load_pair(target=tiny_pair_dirs[0], dtype="float32")
+    with replica_of(pair, num_slots=2, max_length=256) as replica:
+        yield replica
+
+
+def test_auto_is_lookup_and_asks_no_registry(alone: Replica, tmp_path: Path) -> None:
+    alone.reconfigure({"policy": "auto", "store": f"sqlite:///{tmp_path}/none.db", "folder": str(tmp_path)})
+    assert alone.policy.watch is None
+    wait_until(lambda: alone.loop.engine.controller.price is not NOMINAL, limit_s=10)  # put by the engine's thread
+    status = asyncio.run(alone.status())
+    assert (status["draft"], status["policy"]) == ("none", {"name": "untrained", "version": None})
+    assert (status["step_price_s"]["launch_s"], status["step_price_s"]["slot_s"]) == (0, 0)
+    assert not [*tmp_path.iterdir()]
+    prompt, pair = [97, 98, 99, 100] * 8, alone.pair
+    body = {"prompt": prompt, "max_tokens": NUM, "temperature": 0, "ignore_eos": True}
+    expected = pair.tokenizer.decode(plain_text(pair, prompt, NUM, Sampling()), skip_special_tokens=True)
+    with client_of(alone) as client:
+        assert text_of(client.ask(COMPLETIONS, body)) == expected
+        refused = client.refusal(COMPLETIONS, body | {"block_size": 4}, "block_size")
+    assert "block_size 4: the pair has no draft" in refused["message"]
+
+
+def test_policies_that_need_a_draft_are_refused(alone: Replica, tmp_path: Path) -> None:
+    config = ServeConfig(pair=PairConfig(target=alone.pair.id.target))
+    for policy in (4, "champion", str(tmp_path)):
+        message = f"has no draft, policy {policy} needs one: --draft names one"
+        with pytest.raises(ValueError, match=message):
+            alone.reconfigure({"policy": policy})
+        with pytest.raises(ValueError, match=message):
+            find_policy(config.model_copy(update={"policy": str(policy)}), tmp_path)
+    for policy in (1, "untrained"):
+        alone.reconfigure({"policy": policy})
+        assert find_policy(config.model_copy(update={"policy": str(policy)}), tmp_path) == policy
+    assert find_policy(config, tmp_path) == "auto"

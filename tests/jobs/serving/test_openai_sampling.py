@@ -68,15 +68,6 @@ def test_stop_tokens_of_the_request_end_it_without_their_text(client: ApiClient,
     assert stop not in text_of(later)[: index + 1]  # it has no chance so long
 
 
-def test_stop_strings_do_not_count_before_min_tokens(client: ApiClient) -> None:
-    body = BODY | {"temperature": 0}
-    text = text_of(client.ask(COMPLETIONS, body))
-    stop = text[4:6]
-    assert text_of(client.ask(COMPLETIONS, body | {"stop": stop})) == text[: text.index(stop)]
-    late = client.ask(COMPLETIONS, body | {"stop": stop, "min_tokens": 20})
-    assert late["usage"]["completion_tokens"] >= 20
-
-
 def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: ApiClient) -> None:
     ends = BODY | {"logit_bias": {str(EOS_ID): 100}, "ignore_eos": False}
     goes_on = ends | {"ignore_eos": True}
@@ -162,20 +153,6 @@ looks_up = pytest.mark.skipif(not has_functions(), reason="texts are indexed by 
 def accepted_proposals(usage: JsonObject) -> tuple[int, int]:
     """Accepted tokens that were drafted, and those that were looked up."""
     return usage["num_accepted_drafted"], usage["num_accepted_looked_up"]
-
-
-@looks_up
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_text_is_the_same_with_and_without_lookup(client: ApiClient, temperature: float) -> None:
-    body = REPEATED | {"temperature": temperature, "seed": 5, "max_tokens": 30}
-    texts = {
-        text_of(client.ask(COMPLETIONS, body | {"block_size": size, "lookup": lookup, "layout": layout}))
-        for size, lookup, layout in (
-            *((1, True, "auto"), (2, True, "tree"), (6, None, "chain"), (6, True, "chain"), (6, True, "tree")),
-            *(("auto", None, "auto"), ("auto", False, "auto"), ("auto", True, "chain")),
-        )
-    }
-    assert len(texts) == 1
 
 
 @looks_up

@@ -184,33 +184,14 @@ def test_a_full_queue_is_429_at_once_and_what_was_accepted_ends(server: Server, 
     server.until(name, {"num_in_flight": 0})
 
 
-# --- clients that leave, or do not read ---
-
-
-def sent(connection: socket.socket, server: Server, body: dict[str, Any]) -> None:
-    """Connect, and send a completion's body."""
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
-    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-    connection.connect(("127.0.0.1", int(server.root.rpartition(":")[2])))
-    connection.sendall(head.encode() + content)
-
-
-def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
-    def leave(number: int) -> None:
-        with socket.socket() as connection:
-            sent(connection, server, LONG | {"stream": number % 2 == 0})
-            time.sleep(0.1 * number)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(leave, range(6)))
-    server.until(name, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
-
-
 def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Server, name: str) -> None:
+    body = json.dumps(LONG | {"stream": True, "timeout_s": 0.3, "logprobs": 5, "n": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sent(connection, server, LONG | {"stream": True, "timeout_s": 0.3, "logprobs": 5, "n": 8})
+        connection.connect(("127.0.0.1", int(server.root.rpartition(":")[2])))
+        connection.sendall(head.encode() + body)
         first = connection.recv(1)  # the server has taken the request; nothing else is read until its rows are free
         server.until(name, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
         with connection.makefile("rb") as stream:

@@ -76,7 +76,7 @@ def neighbour(client: ApiClient, body: JsonObject) -> Iterator[None]:
     stop, texts = threading.Event(), list[str]()
 
     def ask_again() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.05):
             texts.append(shown(client.streamed(COMPLETIONS, body)[0]))
 
     thread = threading.Thread(target=ask_again)

@@ -164,7 +164,7 @@ def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
         read, slow = b"", opened(url, request_of(BODY | {"max_tokens": 8}, ""))
         while not read.endswith(b"0\r\n\r\n"):
             read += slow.recv(2**15)
-            time.sleep(0.01)
+            time.sleep(0.003)
         assert read.count(b"x" * 1000) == 8 * 50
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 READER_S, ANSWER_S = 15.0, 70.0  # that a slow reader stays, and that any other waits
+LEAVE_S = 1.0  # the most that those stay who leave
 NUM_AT_ONCE = 140  # connections of a flood: more than a gateway has places
 GRAMMARS = {
     "ambiguous": 'start: e "!"\ne: e e | "a" | "b"',
@@ -87,7 +88,7 @@ class Abuser:
         """A client that is gone before its answer is."""
         async with self._connection() as (_, writer):
             writer.write(self._request({"prompt": "Once", "max_tokens": 200, "stream": self._dice.random() < 0.5}))
-            await asyncio.sleep(self._dice.random())
+            await asyncio.sleep(LEAVE_S * self._dice.random())
             return "left"
 
     async def _absurd(self) -> str:

@@ -10,18 +10,14 @@ from typing import Any, Self
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from httpx import Response
 
 from blockpilot.pairs.loading import Pair
+from helpers.bodies import COMPLETIONS, MODEL, JsonObject, check_error, events, shown, text_of
 from helpers.patience import patient, wait_until
 from jobs.serving.api import make_app
 from jobs.serving.gateway import http_server
 from jobs.serving.replica import Replica
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-QUESTION = [{"role": "user", "content": "What is a block?"}]
-PROMPTS = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
-LONG = {"model": "target", "prompt": "Once", "max_tokens": 250, "temperature": 0}
-JsonObject = dict[str, Any]
 
 
 @contextmanager
@@ -38,15 +34,60 @@ def app_of(replica: Replica, **settings: Any) -> FastAPI:
     return make_app({name: replica}, aliases={"target": name}, **settings)
 
 
+class ApiClient(TestClient):
+    """A client whose requests are for the target where their body names no model."""
+
+    def send_body(self, path: str, body: JsonObject) -> Response:
+        return self.post(path, json=MODEL | body)
+
+    def ask(self, path: str, body: JsonObject) -> JsonObject:
+        """The answer."""
+        response = self.send_body(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def refusal(self, path: str, body: JsonObject, *param: str | None, status: int = 400) -> JsonObject:
+        """The error that refuses a body, and names this field."""
+        response = self.send_body(path, body)
+        assert response.status_code == status, response.text
+        return check_error(response.json(), *param)
+
+    def streamed(self, path: str, body: JsonObject, **options: bool) -> tuple[list[JsonObject], JsonObject]:
+        """All choices of a stream's chunks, and its usage."""
+        asked = {"stream": True, "stream_options": {"include_usage": True} | options}
+        *chunks, usage = events(self.send_body(path, body | asked).text)
+        return [choice for chunk in chunks for choice in chunk["choices"]], usage["usage"]
+
+
 @contextmanager
-def client_of(replica: Replica, **settings: Any) -> Iterator[TestClient]:
+def client_of(replica: Replica, **settings: Any) -> Iterator[ApiClient]:
     """A client whose requests must have left the engine at the end."""
     json_body = {"Content-Type": "application/json"}
-    with TestClient(app_of(replica, **settings), raise_server_exceptions=False, headers=json_body) as client:
+    with ApiClient(app_of(replica, **settings), raise_server_exceptions=False, headers=json_body) as client:
         yield client
         loop = replica.loop
         assert loop.num_in_flight == 0
         assert (loop.engine.num_active, loop.num_waiting) == (0, 0)
+
+
+@contextmanager
+def neighbour(client: ApiClient, body: JsonObject) -> Iterator[None]:
+    """Another client that streams a completion again and again: each text must be that of a whole answer."""
+    stop, texts = threading.Event(), list[str]()
+
+    def ask_again() -> None:
+        while not stop.wait(0.05):
+            texts.append(shown(client.streamed(COMPLETIONS, body)[0]))
+
+    thread = threading.Thread(target=ask_again)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert len(texts) > 3
+    assert set(texts) == {text_of(client.ask(COMPLETIONS, body))}
 
 
 @contextmanager
@@ -63,47 +104,11 @@ def over_http(app: FastAPI) -> Iterator[str]:
     thread.join(timeout=patient(10))
 
 
-def ask(client: TestClient, path: str, body: JsonObject) -> JsonObject:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def text_of(answer: JsonObject) -> str:
-    choice = answer["choices"][0]
-    return choice["message"]["content"] if "message" in choice else choice["text"]
-
-
-def events(text: str) -> list[JsonObject]:
-    """The objects of a finished stream."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def shown(choices: list[JsonObject]) -> str:
-    """The text of a stream's choices."""
-    return "".join(c["delta"].get("content") or "" if "delta" in c else c["text"] for c in choices)
-
-
-def streamed(client: TestClient, path: str, body: JsonObject, **options: bool) -> tuple[list[JsonObject], JsonObject]:
-    """All choices of a stream's chunks, and its usage."""
-    asked = {"stream": True, "stream_options": {"include_usage": True} | options}
-    *chunks, usage = events(client.post(path, json=body | asked).text)
-    return [choice for chunk in chunks for choice in chunk["choices"]], usage["usage"]
-
-
-def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
-    """Assert OpenAI's error shape, and the field it names."""
-    assert set(answer) == {"error"}
-    error = answer["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert "\n" not in error["message"]
-    if param:
-        assert (error["param"],) == param
-        assert str(param[0]).split(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
-    return error
+@contextmanager
+def served(pair: Pair, **settings: Any) -> Iterator[ApiClient]:
+    """A client of a new replica."""
+    with replica_of(pair, **settings) as replica, client_of(replica) as client:
+        yield client
 
 
 class HttpCall:
@@ -121,7 +126,7 @@ class HttpCall:
         self.status, self.text = 0, ""
         self.loop, self._inbox = loop, asyncio.Queue[JsonObject]()
         if body is not None:  # else it never arrives
-            self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+            self._inbox.put_nowait({"type": "http.request", "body": json.dumps(MODEL | body).encode()})
         headers = [(b"content-type", b"application/json")]
         headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
         scope = {

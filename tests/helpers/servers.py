@@ -78,7 +78,9 @@ def serving(
     arguments: list[str], folder: Path, port: int, host: str = "127.0.0.1", **variables: str
 ) -> Iterator[Server]:
     """The server of a command line, until SIGTERM; `variables` are added to its environment."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    # Ray would also start idle workers, which no replica can use for its environment.
+    alone = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_prestart_worker_first_driver": "0"}
+    environment = os.environ | alone | variables
     process = Job(arguments, cwd=folder, env=environment, output=folder / f"server-{port}.log")
     try:
         process.wait_for(lambda: "serving" in process.log, START_LIMIT_S)

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from fastapi.testclient import TestClient
 
 from blockpilot.pairs.loading import Pair
-from helpers.api import HttpCall, Send, client_of, event_loop, replica_of
+from helpers.api import ApiClient, HttpCall, Send, client_of, event_loop, replica_of
 from jobs.serving.replica import Replica
 
 
@@ -27,7 +26,7 @@ def replica(tiny_pair: Pair) -> Iterator[Replica]:
 
 
 @pytest.fixture
-def client(replica: Replica) -> Iterator[TestClient]:
+def client(replica: Replica) -> Iterator[ApiClient]:
     with client_of(replica) as client:
         yield client
 

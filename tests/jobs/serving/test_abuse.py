@@ -12,8 +12,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from helpers import abusers
 from helpers.abusers import Abuser
 from helpers.api import app_of, over_http, replica_of
 from helpers.processes import descendants
-from helpers.servers import ROOT, Server, free_port, serving
+from helpers.servers import ROOT, Server, configured
 from jobs.bench.http_load import Clients, Received
 from jobs.common.registry import Registry, Version
 from jobs.serving import gateway
@@ -45,9 +44,9 @@ LOST = "the replica with this request was lost"
 
 
 def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abusers, "READER_S", 0.1)
-    monkeypatch.setattr(abusers, "NUM_AT_ONCE", 20)
-    monkeypatch.setattr(abusers, "GRAMMARS", {"wrong": abusers.GRAMMARS["wrong"]})
+    few = {"READER_S": 0.1, "LEAVE_S": 0.1, "NUM_AT_ONCE": 20, "GRAMMARS": {"wrong": abusers.GRAMMARS["wrong"]}}
+    for name, value in few.items():
+        monkeypatch.setattr(abusers, name, value)
     monkeypatch.setattr(gateway, "LOOK_S", 0.2)
     limits = Limits(max_body_bytes=2**16, timeout_s=5, body_timeout_s=0.3)
     outcomes: Counter[str] = Counter()
@@ -70,12 +69,17 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
 @pytest.mark.soak
 def test_what_the_well_behaved_were_promised_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", _store(tmp_path))  # MLflow itself looks there for a version's files
-    versions = register(tmp_path)
-    port = free_port()
-    with abused_server(tmp_path, port) as server:
-        bench = AbuseRun(tmp_path, port, versions, server.process.pid)
-        asyncio.run(bench.run())
-    report = bench.report
+    versions = register()
+    (tmp_path / "keys").write_text(f"{GOOD_KEY}\n{BAD_KEY}\n")
+    settings = {
+        "policy": "champion", "resources": {"num_actors": 2}, "num_slots": 4, "max_queue": 28, "max_length": 1024,
+        "api_key_file": str(tmp_path / "keys"), "registry_every_s": 2, "request_timeout_s": 60, "body_timeout_s": 5,
+        "drain_s": 5, "output": str(tmp_path / "serve"),
+    }  # fmt: skip
+    with configured(settings, tmp_path) as server:
+        run = AbuseRun(tmp_path, server, versions)
+        asyncio.run(run.run())
+    report = run.report
     print(report)
     assert report.good["right"] > 20
     assert not report.good["lost"] + report.good["wrong"], report.examples
@@ -103,28 +107,11 @@ class Report:
     """Answers that should not have been."""
 
 
-# --- the server ---
-
-
-@contextmanager
-def abused_server(folder: Path, port: int) -> Iterator[Server]:
-    """A server with its registry in `folder`."""
-    (folder / "keys").write_text(f"{GOOD_KEY}\n{BAD_KEY}\n")
-    arguments = {
-        "policy": "champion", "port": port, "num-actors": 2, "num-slots": 4, "max-queue": 28, "max-length": 1024,
-        "api-key-file": folder / "keys", "registry-every-s": 2, "request-timeout-s": 60, "body-timeout-s": 5,
-        "drain-s": 5, "output": folder / "serve",
-    }  # fmt: skip
-    flags = [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
-    with serving([str(ROOT / "jobs/serve.py"), *flags], folder, port) as server:
-        yield server
-
-
 def _store(folder: Path) -> str:
     return f"sqlite:///{folder.absolute() / 'mlflow.db'}"
 
 
-def register(folder: Path) -> list[Version]:
+def register() -> list[Version]:
     """Versions of the policies in a registry of their own; the first one is champion."""
     registry, versions = Registry.open(), list[Version]()
     for directory in POLICIES:
@@ -141,30 +128,23 @@ def register(folder: Path) -> list[Version]:
 class AbuseRun:
     """Everything that happens for MINUTES, on one event loop."""
 
-    def __init__(self, folder: Path, port: int, versions: Sequence[Version], pid: int) -> None:
-        self.report = Report()
-        self._folder, self._port, self._versions, self._pid = folder, port, versions, pid
-        self._dice = random.Random(0)
-        self._end = 0.0
-        self._model = ""
+    def __init__(self, folder: Path, server: Server, versions: Sequence[Version]) -> None:
+        self.report, self._dice, self._end = Report(), random.Random(0), 0.0
+        self._folder, self._server, self._versions = folder, server, versions
 
     async def run(self) -> None:
-        async with self._clients() as clients:
-            self._model = await clients.first_model()
-            bodies = [self._body(i, prompt.text) for i, prompt in enumerate(load_prompts("demo")[:12])]
+        async with Clients(self._server.url, GOOD_KEY) as clients:
+            model, port = await clients.first_model(), int(self._server.root.rpartition(":")[2])
+            bodies = [_body(model, i, prompt.text) for i, prompt in enumerate(load_prompts("demo")[:12])]
             known = [(body, await self._known(clients, body)) for body in bodies]
             self._end = time.monotonic() + 60 * MINUTES
             async with asyncio.TaskGroup() as group:
                 for number in range(NUM_CLIENTS):
                     group.create_task(self._behave(clients, known[number:] + known[:number]))
                 for number in range(NUM_ABUSERS):
-                    abuser = Abuser(self._port, BAD_KEY, self._model, number)
-                    group.create_task(self._abuse(abuser))
+                    group.create_task(self._abuse(Abuser(port, BAD_KEY, model, number)))
                 for watch in (self._faults, self._watch_health, self._watch_memory):
                     group.create_task(watch())
-
-    def _clients(self) -> Clients:
-        return Clients(f"http://127.0.0.1:{self._port}/v1", GOOD_KEY)
 
     async def _known(self, clients: Clients, body: Mapping[str, Any]) -> str:
         """The answer before there is any abuse; raises ValueError where it is not whole."""
@@ -176,11 +156,6 @@ class AbuseRun:
     @property
     def _over(self) -> bool:
         return time.monotonic() >= self._end
-
-    def _body(self, number: int, text: str) -> dict[str, Any]:
-        message = [{"role": "user", "content": text}]
-        sampling = {"temperature": number % 2, "seed": number}
-        return {"model": self._model, "messages": message, "max_tokens": 24 + 4 * (number % 5)} | sampling
 
     async def _behave(self, clients: Clients, known: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         while not self._over:
@@ -198,7 +173,7 @@ class AbuseRun:
             while not self._over:
                 started = time.monotonic()
                 try:
-                    await http.get(f"http://127.0.0.1:{self._port}/health")
+                    await http.get(f"{self._server.root}/health")
                 except httpx.HTTPError as error:
                     self.report.examples.append(f"health: {type(error).__name__}")
                     self.report.health_s.append(HEALTH_PATIENCE_S)
@@ -209,7 +184,7 @@ class AbuseRun:
     async def _watch_memory(self) -> None:
         while not self._over:
             for kind in PROCESSES:
-                resident = sum(_resident(pid) for pid in descendants(self._pid, kind))
+                resident = sum(_resident(pid) for pid in descendants(self._server.process.pid, kind))
                 self.report.memory[kind].append(resident)
             await asyncio.sleep(MEMORY_EVERY_S)
 
@@ -229,12 +204,12 @@ class AbuseRun:
                 number += 1
 
     async def _kill(self) -> None:
-        replica = self._dice.choice(descendants(self._pid, PROCESSES[-1]))
+        replica = self._dice.choice(descendants(self._server.process.pid, PROCESSES[-1]))
         os.kill(replica, signal.SIGKILL)
         self.report.faults["replica killed"] += 1
 
     async def _stop(self) -> None:
-        replica = self._dice.choice(descendants(self._pid, PROCESSES[-1]))
+        replica = self._dice.choice(descendants(self._server.process.pid, PROCESSES[-1]))
         os.kill(replica, signal.SIGSTOP)
         self.report.faults["replica stopped"] += 1
         await asyncio.sleep(10)
@@ -253,6 +228,11 @@ class AbuseRun:
         self.report.faults["registry away"] += 1
         await asyncio.sleep(10)
         away.replace(store)
+
+
+def _body(model: str, number: int, text: str) -> dict[str, Any]:
+    sampling = {"temperature": number % 2, "seed": number, "max_tokens": 24 + 4 * (number % 5)}
+    return {"model": model, "messages": [{"role": "user", "content": text}]} | sampling
 
 
 def _outcome(received: Received, text: str) -> str:

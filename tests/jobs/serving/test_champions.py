@@ -3,14 +3,13 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 
 from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.cost import StepPrice
@@ -20,45 +19,91 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy, PromptPolicy
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
-from helpers.api import CHAT, JsonObject, ask, replica_of
+from helpers.api import ApiClient, replica_of, until
+from helpers.bodies import CHAT, JsonObject
 from helpers.patience import patient, wait_until
 from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version
 from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
+from jobs.serving.policies import PolicyInUse
 from jobs.serving.replica import Replica
 
-BODY = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}
+BODY = {"messages": [{"role": "user", "content": "Once"}], "temperature": 0, "max_tokens": 20}
 NEVER_S = 3600.0
 POLICIES = Path(__file__).parents[3] / "workflows" / "policies"
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
 
-@pytest.fixture
-def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    return Registry.open()
+class Followed:
+    """A replica, a client of it, and a registry whose champion it can follow."""
 
+    def __init__(self, replica: Replica, client: ApiClient, pair: Pair, folder: Path) -> None:
+        self.replica, self.client, self.pair, self.folder = replica, client, pair, folder
+        self.registry = Registry.open()
+        self.settings: JsonObject = {
+            "policy": "champion", "store": self.registry.uri, "follow_s": NEVER_S, "folder": str(folder / "copies")
+        }  # fmt: skip
 
-Crown = Callable[..., Version]
-
-
-@pytest.fixture
-def crown(registry: Registry, tiny_pair: Pair, tmp_path: Path) -> Crown:
-    """Registers a policy, or one of these candidates, and makes it champion."""
-
-    def crown_(*candidates: int, pair: PairId = tiny_pair.id, policy: LearnedPolicy | None = None) -> Version:
-        directory = tmp_path / f"policy-{sum(1 for _ in tmp_path.glob('policy-*'))}"
-        save_policy(policy or tiny_policy(pair, 260, candidates), directory)
-        with registry.log_run("train") as record:
-            target = tiny_pair.id.target
-            version = registry.register_policy(directory, target=target, run_id=record.id, tags={})
-        registry.set_champion(version)
+    def crown(self, *candidates: int, pair: PairId | None = None, policy: LearnedPolicy | None = None) -> Version:
+        """Register a policy, or one of these candidates, and make it champion."""
+        directory = self.folder / f"policy-{sum(1 for _ in self.folder.glob('policy-*'))}"
+        save_policy(policy or tiny_policy(pair or self.pair.id, 260, candidates), directory)
+        with self.registry.log_run("train") as record:
+            target = self.pair.id.target
+            version = self.registry.register_policy(directory, target=target, run_id=record.id, tags={})
+        self.registry.set_champion(version)
         return version
 
-    return crown_
+    def follow(self, *candidates: int) -> Version:
+        """A new champion, which the replica uses from now on; it looks at the registry only when told."""
+        version = self.crown(*candidates)
+        self.configure()
+        return version
+
+    def configure(self, **settings: object) -> None:
+        self.replica.reconfigure(self.settings | settings)
+
+    def look(self) -> JsonObject:
+        """Look at the registry; what /health then says of the policy."""
+        assert self.replica.policy.watch is not None
+        self.replica.policy.watch.look()
+        return self.status
+
+    @property
+    def status(self) -> JsonObject:
+        policy: JsonObject = asyncio.run(self.replica.status())["policy"]
+        return policy
+
+    @property
+    def block_size(self) -> int:
+        return int(self.client.ask(CHAT, BODY)["usage"]["block_size"])
+
+    @property
+    def priced_device(self) -> str:
+        """Where the step price in use was measured: that of the controller of another request."""
+        self.client.ask(CHAT, BODY)
+        return self.replica.loop.engine.controller.price.device
+
+    @contextmanager
+    def request_in_flight(self) -> Iterator[list[JsonObject]]:
+        """A long request, which is answered at the end; the list then has its usage."""
+        usages, body = list[JsonObject](), BODY | {"max_tokens": 500}
+        thread = threading.Thread(target=lambda: usages.append(self.client.ask(CHAT, body)["usage"]))
+        thread.start()
+        until(lambda: self.replica.loop.engine.num_active == 1)
+        yield usages
+        thread.join()
+        assert usages[0]["completion_tokens"] > 100
+
+    @contextmanager
+    def damaged_store(self) -> Iterator[None]:
+        store = self.folder / "mlflow.db"
+        content = store.read_bytes()
+        store.write_bytes(b"no database at all" * 1000)
+        yield
+        store.write_bytes(content)
 
 
 @pytest.fixture
@@ -68,94 +113,46 @@ def replica(tiny_pair: Pair) -> Iterator[Replica]:
 
 
 @pytest.fixture
-def following(registry: Registry, tmp_path: Path) -> JsonObject:
-    """Settings of a replica that follows the champion, and looks at it only when told."""
-    return {"policy": "champion", "store": registry.uri, "follow_s": NEVER_S, "folder": str(tmp_path / "copies")}
+def followed(
+    replica: Replica,
+    client: ApiClient,
+    tiny_pair: Pair,
+    empty_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Followed:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    return Followed(replica, client, tiny_pair, tmp_path)
 
 
-@pytest.fixture
-def first(replica: Replica, crown: Crown, following: JsonObject) -> Version:
-    """A champion of block size 3, which the replica uses."""
-    version = crown(3)
-    replica.reconfigure(following)
-    return version
-
-
-def look(replica: Replica) -> JsonObject:
-    """Look at the registry; what /health then says of the policy."""
-    assert replica.policy.watch is not None
-    replica.policy.watch.look()
-    return status(replica)
-
-
-def status(replica: Replica) -> JsonObject:
-    policy: JsonObject = asyncio.run(replica.status())["policy"]
-    return policy
-
-
-def block_size(client: TestClient) -> int:
-    return int(ask(client, CHAT, BODY)["usage"]["block_size"])
-
-
-@contextmanager
-def request_in_flight(replica: Replica, client: TestClient) -> Iterator[list[JsonObject]]:
-    """A long request, which is answered at the end; the list then has its usage."""
-    usages = list[JsonObject]()
-    thread = threading.Thread(target=lambda: usages.append(ask(client, CHAT, BODY | {"max_tokens": 500})["usage"]))
-    thread.start()
-    while not replica.loop.engine.num_active:
-        pass
-    yield usages
-    thread.join()
-    assert usages[0]["completion_tokens"] > 100
-
-
-@contextmanager
-def damaged_store(tmp_path: Path) -> Iterator[None]:
-    store = tmp_path / "mlflow.db"
-    content = store.read_bytes()
-    store.write_bytes(b"no database at all" * 1000)
-    yield
-    store.write_bytes(content)
-
-
-def test_a_new_champion_is_used_for_new_requests_and_changes_no_text(
-    replica: Replica, client: TestClient, crown: Crown, first: Version
-) -> None:
-    assert (status(replica)["version"], status(replica)["follows"]) == (first.number, first.name)
-    before = ask(client, CHAT, BODY)
-    with request_in_flight(replica, client) as usages:
-        second = crown(5)
-        assert look(replica)["version"] == second.number
-        after = ask(client, CHAT, BODY)
+def test_a_new_champion_is_used_for_new_requests_and_changes_no_text(followed: Followed) -> None:
+    first, ask = followed.follow(3), followed.client.ask
+    assert (followed.status["version"], followed.status["follows"]) == (first.number, first.name)
+    before = ask(CHAT, BODY)
+    with followed.request_in_flight() as usages:
+        second = followed.crown(5)
+        assert followed.look()["version"] == second.number
+        after = ask(CHAT, BODY)
     assert (before["usage"]["block_size"], after["usage"]["block_size"]) == (3, 5)
     assert before["choices"] == after["choices"]
     assert usages[0]["block_size"] == 3
 
 
-def test_an_outage_keeps_the_policy_and_is_reported_until_it_is_over(
-    replica: Replica, client: TestClient, crown: Crown, first: Version, tmp_path: Path
-) -> None:
-    crown(5)
-    with damaged_store(tmp_path):
-        assert "mlflow.db" in look(replica)["error"]
-        assert status(replica)["version"] == first.number
-        assert block_size(client) == 3
-    assert look(replica)["error"] is None
-    assert block_size(client) == 5
+def test_an_outage_keeps_the_policy_and_is_reported_until_it_is_over(followed: Followed) -> None:
+    first = followed.follow(3)
+    followed.crown(5)
+    with followed.damaged_store():
+        assert "mlflow.db" in followed.look()["error"]
+        assert followed.status["version"] == first.number
+        assert followed.block_size == 3
+    assert followed.look()["error"] is None
+    assert followed.block_size == 5
 
 
-def test_a_refused_champion_is_reported_and_tried_once(
-    replica: Replica,
-    client: TestClient,
-    registry: Registry,
-    crown: Crown,
-    first: Version,
-    tiny_pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refused_champion_is_reported_and_tried_once(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of another revision; until the registry has named another, /health says why it is not used."""
+    first, pair = followed.follow(3), followed.pair.id
     copied, download = list[int](), Registry.download
 
     def counted(self: Registry, version: Version, directory: Path) -> Path:
@@ -163,74 +160,66 @@ def test_a_refused_champion_is_reported_and_tried_once(
         return download(self, version, directory)
 
     monkeypatch.setattr(Registry, "download", counted)
-    refused = crown(5, pair=tiny_pair.id._replace(draft_revision="0123abcd"))
+    refused = followed.crown(5, pair=pair._replace(draft_revision="0123abcd"))
     for _ in range(2):
-        assert "0123abcd" in look(replica)["error"]
-        assert tiny_pair.id.draft_revision in status(replica)["error"]
-    assert status(replica)["version"] == first.number
-    assert block_size(client) == 3
-    with damaged_store(tmp_path):
-        assert "mlflow.db" in look(replica)["error"]
-    assert "0123abcd" in look(replica)["error"]
+        assert "0123abcd" in followed.look()["error"]
+        assert pair.draft_revision in followed.status["error"]
+    assert followed.status["version"] == first.number
+    assert followed.block_size == 3
+    with followed.damaged_store():
+        assert "mlflow.db" in followed.look()["error"]
+    assert "0123abcd" in followed.look()["error"]
     assert copied == [refused.number]
-    registry.set_champion(first)
-    policy = look(replica)
+    followed.registry.set_champion(first)
+    policy = followed.look()
     assert (policy["version"], policy["error"]) == (first.number, None)
-    registry.set_champion(refused)
-    assert "0123abcd" in look(replica)["error"]
+    followed.registry.set_champion(refused)
+    assert "0123abcd" in followed.look()["error"]
     assert copied == [refused.number] * 2
-    third = crown(6)
-    policy = look(replica)
+    third, policy = followed.crown(6), followed.look()
     assert (policy["version"], policy["error"]) == (third.number, None)
 
 
 def test_a_champion_that_fails_where_it_decides_is_not_used(
-    replica: Replica,
-    client: TestClient,
-    crown: Crown,
-    first: Version,
-    tiny_pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One with a block size that no engine verifies, and one of each kind that fails in an engine."""
-    crown(3, 33)
-    assert "block size 33: must be at most 32" in look(replica)["error"]
+    first, pair = followed.follow(3), followed.pair.id
+    followed.crown(3, 33)
+    assert "block size 33: must be at most 32" in followed.look()["error"]
 
     def fail(*_: object) -> None:
         raise RuntimeError("no choice")
 
-    by_kind = {PromptPolicy: tiny_policy(tiny_pair.id, 260, (1, 4)), AcceptanceModel: step_policy(tiny_pair.id, 260)}
+    by_kind = {PromptPolicy: tiny_policy(pair, 260, (1, 4)), AcceptanceModel: step_policy(pair, 260)}
     for broken, policy in by_kind.items():
         with monkeypatch.context() as while_tried:
             while_tried.setattr(broken, "__call__" if broken is PromptPolicy else "propose", fail)
-            crown(policy=policy)
-            assert "fails when it is tried (RuntimeError: no choice)" in look(replica)["error"]
-        assert status(replica)["version"] == first.number
-    assert block_size(client) == 3
+            followed.crown(policy=policy)
+            assert "fails when it is tried (RuntimeError: no choice)" in followed.look()["error"]
+        assert followed.status["version"] == first.number
+    assert followed.block_size == 3
 
 
-def test_a_champion_of_kind_step_is_the_prior_of_every_choice(
-    replica: Replica, client: TestClient, crown: Crown, first: Version, tiny_pair: Pair
-) -> None:
+def test_a_champion_of_kind_step_is_the_prior_of_every_choice(followed: Followed) -> None:
     """Its kind may change: each fixes block sizes, or leaves rows to a controller that starts with its weights."""
-    policy, engine = step_policy(tiny_pair.id, 260), replica.loop.engine
-    before = ask(client, CHAT, BODY)
+    followed.follow(3)
+    policy, engine, ask = step_policy(followed.pair.id, 260), followed.replica.loop.engine, followed.client.ask
+    before = ask(CHAT, BODY)
     assert isinstance(engine.policy, PromptPolicy)
-    second = crown(policy=policy)
-    told = look(replica)
+    second, told = followed.crown(policy=policy), followed.look()
     assert (told["version"], told["error"]) == (second.number, None)
-    ask(client, CHAT, BODY | {"max_tokens": 1})
+    ask(CHAT, BODY | {"max_tokens": 1})
     assert engine.policy is None
     assert np.array_equal(engine.controller.model.weights, policy.weights)
-    assert ask(client, CHAT, BODY)["choices"] == before["choices"]
-    third = crown(6)
-    assert look(replica)["version"] == third.number
-    assert block_size(client) == 6
+    assert ask(CHAT, BODY)["choices"] == before["choices"]
+    third = followed.crown(6)
+    assert followed.look()["version"] == third.number
+    assert followed.block_size == 6
     assert not engine.controller.model.weights.any()
 
 
-def test_whatever_a_look_meets_the_watch_goes_on(registry: Registry, crown: Crown, tmp_path: Path) -> None:
-    name = crown(3).name
+def test_whatever_a_look_meets_the_watch_goes_on(followed: Followed) -> None:
     errors: list[Exception] = [TypeError("no such thing"), RuntimeError("out of memory"), MemoryError("none left")]
     used = threading.Event()
 
@@ -239,33 +228,31 @@ def test_whatever_a_look_meets_the_watch_goes_on(registry: Registry, crown: Crow
             raise errors.pop()
         used.set()
 
-    watch = ChampionWatch(name, registry.uri, tmp_path / "copies", 0.02, use)
+    name, store = followed.crown(3).name, followed.registry.uri
+    watch = ChampionWatch(name, store, followed.folder / "copies", 0.02, use)
     assert watch.error == "none left"
     watch.follow()
     assert used.wait(patient(20))
     watch.stop()
 
 
-def test_a_replica_that_starts_without_the_registry_uses_the_last_copy(
-    replica: Replica, registry: Registry, crown: Crown, following: JsonObject, tmp_path: Path
-) -> None:
+def test_a_replica_that_starts_without_the_registry_uses_the_last_copy(followed: Followed) -> None:
     with pytest.raises(ValueError, match="blockpilot-target"):
-        replica.reconfigure(following)
+        followed.configure()
     for candidate in (3, 5):
-        name = crown(candidate).name
-        ChampionWatch(name, registry.uri, tmp_path / "copies", NEVER_S, lambda path, number: None).stop()
-    replica.reconfigure(following | {"store": f"sqlite:///{tmp_path / 'nowhere' / 'mlflow.db'}"})
-    assert status(replica)["version"] == 2
-    assert "nowhere" in status(replica)["error"]
+        name, copies = followed.crown(candidate).name, followed.folder / "copies"
+        ChampionWatch(name, followed.registry.uri, copies, NEVER_S, lambda path, number: None).stop()
+    followed.configure(store=f"sqlite:///{followed.folder / 'nowhere' / 'mlflow.db'}")
+    assert followed.status["version"] == 2
+    assert "nowhere" in followed.status["error"]
 
 
 def test_a_look_that_has_begun_does_not_overrule_what_came_later(
-    replica: Replica, crown: Crown, first: Version, monkeypatch: pytest.MonkeyPatch
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = replica.policy.watch
-    assert watch is not None
-    crown(5)
+    followed.follow(3)
     asked, answered, copy = threading.Event(), threading.Event(), champions.copy_of
+    followed.crown(5)
 
     def slow_copy(*arguments: Any) -> Path:
         asked.set()
@@ -273,41 +260,37 @@ def test_a_look_that_has_begun_does_not_overrule_what_came_later(
         return copy(*arguments)
 
     monkeypatch.setattr(champions, "copy_of", slow_copy)
-    thread = threading.Thread(target=watch.look)
+    thread = threading.Thread(target=followed.look)
     thread.start()
     assert asked.wait(patient(20))
-    replica.reconfigure({"policy": 7})
+    followed.replica.reconfigure({"policy": 7})
     answered.set()
     thread.join(patient(20))
     assert not thread.is_alive()
-    assert status(replica) == {"name": "block size 7", "version": None}
+    assert followed.status == {"name": "block size 7", "version": None}
 
 
-def test_a_damaged_copy_is_made_anew(
-    replica: Replica, registry: Registry, crown: Crown, following: JsonObject, tmp_path: Path
-) -> None:
-    version = crown(3)
-    copy = champions.copy_of(registry, version, tmp_path / "copies")
+def test_a_damaged_copy_is_made_anew(followed: Followed) -> None:
+    version, copies = followed.crown(3), followed.folder / "copies"
+    copy = champions.copy_of(followed.registry, version, copies)
     made = (copy / "policy.json").stat().st_mtime_ns
-    assert champions.copy_of(registry, version, tmp_path / "copies") == copy
+    assert champions.copy_of(followed.registry, version, copies) == copy
     assert (copy / "policy.json").stat().st_mtime_ns == made
     (copy / "policy.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
-        replica.reconfigure(following)
-    replica.reconfigure(following)
-    assert status(replica)["version"] == version.number
+        followed.configure()
+    followed.configure()
+    assert followed.status["version"] == version.number
 
 
-def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(
-    replica: Replica, crown: Crown, following: JsonObject
-) -> None:
+def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(followed: Followed) -> None:
     with pytest.raises(ValueError, match="not found"):
-        replica.reconfigure(following)
-    replica.reconfigure(following | {"policy": "auto", "follow_s": 0.1})
-    assert status(replica)["name"] == "untrained"
-    assert "not found" in status(replica)["error"]
-    crown(2, 3)
-    wait_until(lambda: status(replica)["version"] == 1, 30)
+        followed.configure()
+    followed.configure(policy="auto", follow_s=0.1)
+    assert followed.status["name"] == "untrained"
+    assert "not found" in followed.status["error"]
+    followed.crown(2, 3)
+    wait_until(lambda: followed.status["version"] == 1, 30)
 
 
 def test_the_policies_of_the_repository_are_served_where_they_are_asked_for(embedded_pair: Pair) -> None:
@@ -317,23 +300,25 @@ def test_the_policies_of_the_repository_are_served_where_they_are_asked_for(embe
     with replica_of(embedded_pair, num_slots=1, max_length=64) as replica:
         replica.reconfigure({"policy": 1})  # so that no price is measured
         replica.reconfigure({"policy": policy})
-        assert status(replica) == {"name": policy, "version": None}
+        assert asyncio.run(replica.status())["policy"] == {"name": policy, "version": None}
 
 
 # --- step prices ---
 
 
-def priced_policy(pair: Pair, folder: Path, seed: int, device: str = "another device") -> str:
+def priced_policy(followed: Followed, seed: int, device: str = "another device") -> str:
     """The directory of a policy of kind `step` whose step price is of this device."""
-    policy = step_policy(pair.id, 260, price=price(pair=pair.id, device=device, token_s=0.1), seed=seed)
-    directory = folder / f"{device[:3]}-{seed}"
-    save_policy(policy, directory)
+    pair, directory = followed.pair.id, followed.folder / f"{device[:3]}-{seed}"
+    save_policy(step_policy(pair, 260, price=price(pair=pair, device=device, token_s=0.1), seed=seed), directory)
     return str(directory)
 
 
-@pytest.fixture
-def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Requests in flight whenever a price is measured."""
+def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later policies are weighed with that price; one that comes with a policy is used where none was measured, and
+    kept where it is of this device."""
+    replica, here, other = followed.replica, device_name(followed.pair.target.device), "another device"
     nums_in_flight = list[int]()
 
     def timing(*arguments: Any) -> StepPrice:
@@ -341,38 +326,18 @@ def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return measure_price(*arguments)
 
     monkeypatch.setattr("jobs.serving.policies.kept_price", timing)
-    return nums_in_flight
-
-
-def priced_device(replica: Replica, client: TestClient) -> str:
-    """Where the step price in use was measured: that of the controller of another request."""
-    ask(client, CHAT, BODY)
-    return replica.loop.engine.controller.price.device
-
-
-def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
-    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
-) -> None:
-    """Any later policy is weighed with the price of the start."""
-    here = device_name(tiny_pair.target.device)
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 0)})
-    assert timed == [0]
-    assert priced_device(replica, client) == here
-    with request_in_flight(replica, client):
-        replica.reconfigure({"policy": 3})
-        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 1)})
-        assert replica.loop.num_in_flight == 1
-        assert str(status(replica)["name"]).endswith("/ano-1")
-    assert priced_device(replica, client) == here
-    assert timed == [0]
-
-
-def test_prices_that_come_with_policies_are_used_where_none_was_measured_and_kept_where_they_are_of_this_device(
-    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
-) -> None:
-    here = device_name(tiny_pair.target.device)
     replica.reconfigure({"policy": 2})  # a server that starts so measures nothing
-    for device, expected in (("another device", "another device"), (here, here), ("another device", here)):
-        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 0, device)})
-        assert priced_device(replica, client) == expected
-    assert timed == []
+    for device, expected in ((other, other), (here, here), (other, here)):
+        replica.reconfigure({"policy": priced_policy(followed, 0, device)})
+        assert followed.priced_device == expected
+    assert nums_in_flight == []
+
+    replica.policy = PolicyInUse(followed.pair, replica.loop)  # as at a start
+    replica.reconfigure({"policy": priced_policy(followed, 0)})
+    with followed.request_in_flight():
+        replica.reconfigure({"policy": 3})
+        replica.reconfigure({"policy": priced_policy(followed, 1)})
+        assert replica.loop.num_in_flight == 1
+        assert str(followed.status["name"]).endswith("/ano-1")
+    assert followed.priced_device == here
+    assert nums_in_flight == [0]

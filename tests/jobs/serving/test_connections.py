@@ -1,22 +1,27 @@
-"""Connections of clients that send no whole head, no body, or do not read: none of them keeps others from theirs."""
+"""Clients beside each other: no key, silent connection or reader that has stopped keeps others from their places."""
 
 import asyncio
 import json
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from helpers.api import COMPLETIONS, Send, finish, over_http, until
+from blockpilot.pairs.loading import Pair
+from helpers.api import Send, app_of, finish, idle, over_http, replica_of, until
+from helpers.bodies import COMPLETIONS, LONG
 from helpers.patience import patient
 from helpers.servers import free_port
 from jobs.serving import gateway
 from jobs.serving.api import Exchange, Limits, make_app
-from jobs.serving.clients import ApiKeys
+from jobs.serving.clients import ApiKeys, FairQueue, has_room
 from jobs.serving.gateway import Gateway
 from jobs.serving.schema import Body
 
@@ -69,9 +74,9 @@ def request_of(body: dict[str, Any], key: str) -> bytes:
 
 def drip(connection: socket.socket) -> None:
     """Send a byte at a time, for long; ends with an error."""
-    for _ in range(int(patient(100))):
+    for _ in range(int(patient(400))):
         connection.send(b"y")
-        time.sleep(0.1)
+        time.sleep(0.025)
 
 
 def is_cut(connection: socket.socket) -> bool:
@@ -94,7 +99,7 @@ def status_of(url: str, key: str) -> int:
 
 
 def test_streams_that_nobody_reads_hold_their_key_s_places_until_their_deadline(opened: Open) -> None:
-    model, exchanges, deadline_s = FastModel(), list[Exchange](), patient(1.5)
+    model, exchanges, deadline_s = FastModel(), list[Exchange](), patient(0.7)
     limits = Limits(max_requests=4, timeout_s=deadline_s)
     app = make_app({"fast": model}, keys=KEYS, limits=limits, on_exchange=exchanges.append)
     with over_http(app) as url:
@@ -114,27 +119,33 @@ def test_streams_that_nobody_reads_hold_their_key_s_places_until_their_deadline(
 
 
 def test_slow_bodies_of_a_key_leave_places_to_others(send: Send) -> None:
-    app = make_app({"fast": FastModel()}, keys=KEYS, limits=Limits(max_requests=8, body_timeout_s=patient(1)))
+    """Beyond its places a key is refused at once, /health is answered, and after a while all is as before."""
+    exchanges, late_s = list[Exchange](), patient(0.5)
+    limits = Limits(max_requests=8, body_timeout_s=late_s)
+    app = make_app({"fast": FastModel()}, keys=KEYS, limits=limits, on_exchange=exchanges.append)
     slow = [send(app, None, key="greedy") for _ in range(14)]
     refused = "4 requests are open, 4 of them yours; at most 8"
     until(lambda: sum(refused in call.text for call in slow) == 10)
     assert send(app, BODY, key="modest").finish().status == 200
+    assert send(app, {}, "/health", "GET").finish().status == 200
+    assert sum(call.status == 0 for call in slow) == 4
     finish(slow)
-    assert sorted(call.status for call in slow) == [408] * 4 + [429] * 10
+    assert sum(f"within {late_s:g} s" in call.text for call in slow) == 4
+    assert send(app, BODY, key="greedy").finish().status == 200
+    assert sorted(exchange.status for exchange in exchanges) == [200] * 2 + [408] * 4 + [429] * 10
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: here\r\nX: "])
-def test_a_connection_without_a_whole_head_is_cut(sent: bytes, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_whole_head_is_cut(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent ones, those that drip, and those that go on with a head that does not end."""
     monkeypatch.setattr(gateway, "LOOK_S", 0.3)
+    head = b"GET /health HTTP/1.1\r\nHost: here\r\nX: "
     with over_http(make_app({"fast": FastModel()})) as url:
-        silent, dripping = opened(url, sent), opened(url, b"GET /health HTTP/1.1\r\nHost: here\r\nX: ")
+        silent = [opened(url, sent) for sent in (b"", head)]
         with pytest.raises(ConnectionError):
-            drip(dripping)
-        assert is_cut(silent)
-        endless = opened(url, b"GET /health HTTP/1.1\r\nHost: here\r\nX: ")
+            drip(opened(url, head))
+        assert all(map(is_cut, silent))
         with pytest.raises(ConnectionError):
-            endless.sendall(b"y" * 2**24)
+            opened(url, head).sendall(b"y" * 2**24)
         assert httpx.get(f"{url}/health", timeout=patient(10)).status_code == 200
 
 
@@ -153,7 +164,7 @@ def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
         read, slow = b"", opened(url, request_of(BODY | {"max_tokens": 8}, ""))
         while not read.endswith(b"0\r\n\r\n"):
             read += slow.recv(2**15)
-            time.sleep(0.01)
+            time.sleep(0.003)
         assert read.count(b"x" * 1000) == 8 * 50
 
 
@@ -184,3 +195,63 @@ def test_a_gateway_that_does_not_listen_any_more_is_not_healthy() -> None:
             gateway.check_health()
 
     asyncio.run(scene())
+
+
+# --- fairness between keys ---
+
+
+@given(st.lists(st.one_of(st.sampled_from("abc"), st.none()), max_size=60))
+def test_clients_are_served_one_after_another_and_each_keeps_its_order(events: list[str | None]) -> None:
+    """A letter: that client puts its next item; None: one is taken."""
+    queue, waiting = FairQueue[tuple[str, int]](), {name: deque[int]() for name in "abc"}
+    for number, name in enumerate(events):
+        if name is not None:
+            waiting[name].append(number)
+            queue.put(name, (name, number))
+        elif any(waiting.values()):
+            client, item = queue.take()
+            assert item == waiting[client].popleft()
+        assert len(queue) == sum(map(len, waiting.values()))
+    order = [queue.take()[0] for _ in range(len(queue))]
+    for index, client in enumerate(order):  # nobody is served again while another one waits for the first time
+        others = {name for name in order[index:] if name != client}
+        again = order.index(client, index + 1) if client in order[index + 1 :] else len(order)
+        assert others <= set(order[index + 1 : again]) or again == len(order)
+    with pytest.raises(KeyError):
+        queue.take()
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 5)), max_size=60))
+def test_no_client_of_several_holds_more_than_half(capacity: int, asked: list[tuple[str, int]]) -> None:
+    held = dict.fromkeys("abcd", 0)
+    for name, num in asked:
+        free = capacity - sum(held.values())
+        if has_room(held[name], num, free, alone=False):
+            held[name] += num
+        assert has_room(0, 1, free, alone=False) == (free > 0)  # whoever has none gets one
+    assert max(held.values()) <= max(capacity // 2, 1)
+    assert sum(held.values()) <= capacity
+    assert has_room(0, capacity, capacity, alone=True)
+    assert not has_room(0, capacity + 1, capacity, alone=True)
+
+
+def test_one_greedy_client_leaves_places_and_the_next_slot_to_others(tiny_pair: Pair, send: Send) -> None:
+    body = LONG | {"max_tokens": 120}
+    with replica_of(tiny_pair, num_slots=1, max_length=300, max_queue=7) as replica:
+        app = app_of(replica, keys=ApiKeys.of(("key-a", "key-b", "key-c")))
+        greedy = [send(app, body, key="key-a") for _ in range(6)]
+        refused = "4 requests are in flight, 4 of them yours; at most 8"
+        until(lambda: sum(refused in call.text for call in greedy) == 2)
+        assert send(app, body, key="key-b").finish().status == 200
+        assert sum(call.status == 200 for call in greedy) <= 2  # the one in the slot, and one more at most
+        finish(greedy)
+        assert sorted(call.status for call in greedy) == [200, 200, 200, 200, 429, 429]
+        idle(replica)
+
+
+def test_a_single_key_may_take_all_places(tiny_pair: Pair, send: Send) -> None:
+    with replica_of(tiny_pair, num_slots=1, max_length=300, max_queue=3) as replica:
+        app = app_of(replica, keys=ApiKeys.of(("key-a",)))
+        calls = [send(app, LONG | {"max_tokens": 60}, key="key-a") for _ in range(5)]
+        finish(calls)
+        assert sorted(call.status for call in calls) == [200, 200, 200, 200, 429]

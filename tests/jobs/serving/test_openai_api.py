@@ -1,34 +1,34 @@
 """The OpenAI API over a real engine with a tiny random pair: texts are those of plain decoding, and usage adds up."""
 
 import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from blockpilot.control.cost import COEFFICIENTS
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.types import Prefill
-from helpers.api import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, ask, events, idle, shown, text_of
+from blockpilot.types import DRAFTED, LOOKED_UP, Prefill, Step, Tree
+from helpers.api import ApiClient, idle, served
+from helpers.bodies import CHAT, COMPLETIONS, MODEL, PROMPTS, QUESTION, JsonObject, events, shown, text_of
+from jobs.serving import metrics
 from jobs.serving.replica import Replica
 
 MAX_LENGTH = 300
-
-
-def plain_text(pair: Pair, prompt_ids: tuple[int, ...], max_new_tokens: int, seed: int, temperature: float) -> str:
-    """The text of one-token-at-a-time decoding, by the library alone."""
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    steps = generate(pair, prompt_ids, block_size=1, **settings)
-    return str(pair.tokenizer.decode([t for s in steps for t in s.tokens], skip_special_tokens=True))
 
 
 def question_ids(pair: Pair) -> tuple[int, ...]:
     return Prompt("test", (Message("user", QUESTION[0]["content"]),)).encode(pair.tokenizer)
 
 
-def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
+def test_models_and_health(client: ApiClient, tiny_pair: Pair) -> None:
     (model,) = client.get("/v1/models").json()["data"]
     target = tiny_pair.id.target
     limits = {"max_model_len": MAX_LENGTH, "max_completion_tokens": MAX_LENGTH - 1}
@@ -49,30 +49,30 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
 
 @pytest.mark.parametrize(("block_size", "drafting"), [(4, {True, False}), (1, {False})])
 def test_health_tells_whether_the_last_step_drafted(
-    client: TestClient, replica: Replica, monkeypatch: pytest.MonkeyPatch, block_size: int, drafting: set[bool]
+    client: ApiClient, replica: Replica, monkeypatch: pytest.MonkeyPatch, block_size: int, drafting: set[bool]
 ) -> None:
     """Steps that take in a prompt, or have one token left, do not draft."""
     told = set[bool]()
-    body = {"model": "target", "messages": QUESTION}
-    ask(client, CHAT, body | {"max_tokens": 4, "block_size": 1})  # prompts alone leave what the last block said
+    body = {"messages": QUESTION, "max_tokens": 20}
+    client.ask(CHAT, body | {"block_size": 1})  # prompts alone leave what the last block said
     idle(replica)
-    monkeypatch.setattr(
-        replica.loop, "on_step", lambda steps, seconds: told.add(asyncio.run(replica.status())["drafting"])
-    )
-    ask(client, CHAT, body | {"max_tokens": 20, "block_size": block_size})
+    monkeypatch.setattr(replica.loop, "on_step", lambda *_: told.add(asyncio.run(replica.status())["drafting"]))
+    client.ask(CHAT, body | {"block_size": block_size})
     assert told == drafting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
-    client: TestClient, tiny_pair: Pair, temperature: float
+    client: ApiClient, tiny_pair: Pair, temperature: float
 ) -> None:
-    expected = plain_text(tiny_pair, question_ids(tiny_pair), 40, seed=7, temperature=temperature)
-    body = {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 7, "temperature": temperature}
+    sampling = {"temperature": temperature, "seed": 7}
+    steps = generate(tiny_pair, question_ids(tiny_pair), block_size=1, max_new_tokens=40, **sampling)
+    expected = tiny_pair.tokenizer.decode([t for s in steps for t in s.tokens], skip_special_tokens=True)
+    body = {"messages": QUESTION, "max_tokens": 40} | sampling
     for block_size in ("auto", 1, 2, 3, 5, 8, 12):
-        answer = ask(client, CHAT, body | {"block_size": block_size})
+        answer = client.ask(CHAT, body | {"block_size": block_size})
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected, "refusal": None}
-        tree = ask(client, CHAT, body | {"block_size": block_size, "layout": "tree"})
+        tree = client.ask(CHAT, body | {"block_size": block_size, "layout": "tree"})
         assert tree["choices"] == answer["choices"]
         if block_size == "auto":  # every step chooses
             continue
@@ -81,46 +81,37 @@ def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
         assert tree["usage"]["layout"] == {1: None, 2: "chain"}.get(block_size, "tree")
 
 
-def test_completion_of_a_string_and_of_its_tokens(client: TestClient, tiny_pair: Pair) -> None:
-    name, ids = tiny_pair.id.target, tuple(tiny_pair.tokenizer("Once upon")["input_ids"])
-    expected = plain_text(tiny_pair, ids, 30, seed=-5, temperature=1.0)
-    for prompt in ("Once upon", list(ids), ["Once upon"], [list(ids)]):
-        answer = ask(client, COMPLETIONS, {"model": name, "max_tokens": 30, "seed": -5, "prompt": prompt})
-        assert answer["choices"][0]["text"] == expected
-        assert (answer["object"], answer["model"], answer["seed"]) == ("text_completion", name, -5)
-
-
-def test_usage_adds_up_and_lengths_have_openais_defaults(client: TestClient, tiny_pair: Pair) -> None:
+def test_usage_adds_up_and_lengths_have_openais_defaults(client: ApiClient, tiny_pair: Pair) -> None:
     """A completion has 16 tokens; a chat answer may fill the context."""
-    body = {"model": "target", "messages": QUESTION, "temperature": 0}
-    answer = ask(client, CHAT, body | {"max_completion_tokens": 21})
+    body = {"messages": QUESTION, "temperature": 0}
+    answer = client.ask(CHAT, body | {"max_completion_tokens": 21})
     usage = answer["usage"]
     assert answer["choices"][0]["finish_reason"] == "length"
     assert usage["prompt_tokens"] == len(question_ids(tiny_pair))
     assert usage["completion_tokens"] == 21
     assert usage["total_tokens"] == usage["prompt_tokens"] + 21
     assert usage["acceptance_length"] == 20 / usage["num_steps"]  # the first token comes from the prefill
-    one = ask(client, CHAT, body | {"max_tokens": 1})["usage"]
+    one = client.ask(CHAT, body | {"max_tokens": 1})["usage"]
     assert (one["num_steps"], one["block_size"], one["acceptance_length"]) == (0, None, None)
-    assert ask(client, CHAT, body | {"ignore_eos": True})["usage"]["total_tokens"] == MAX_LENGTH
-    completion = ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "temperature": 0})
+    assert client.ask(CHAT, body | {"ignore_eos": True})["usage"]["total_tokens"] == MAX_LENGTH
+    completion = client.ask(COMPLETIONS, {"prompt": "x", "temperature": 0})
     assert completion["usage"]["completion_tokens"] == 16
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stops", [False, True])
-def test_stream_has_the_same_text(client: TestClient, path: str, stops: bool) -> None:
-    body = {"model": "target", "max_tokens": 60, "temperature": 0, "block_size": 4, **PROMPTS[path]}
+def test_stream_has_the_same_text_and_can_show_its_steps(client: ApiClient, path: str, stops: bool) -> None:
+    body = {"max_tokens": 60, "temperature": 0, "block_size": 4, **PROMPTS[path]}
     if stops:
-        text = text_of(ask(client, path, body))
+        text = text_of(client.ask(path, body))
         body["stop"] = [text[20:23], "never"]
         for block_size in (1, 9):  # a stop string ends the text before it
-            stopped = ask(client, path, body | {"block_size": block_size})
+            stopped = client.ask(path, body | {"block_size": block_size})
             assert text_of(stopped) == text[: text.index(text[20:23])]
             assert stopped["usage"]["completion_tokens"] < 60
-    whole = ask(client, path, body | {"cache_salt": "whole"})  # neither finds what the other one left
+    whole = client.ask(path, body | {"cache_salt": "whole"})  # neither finds what the other one left
     options = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": "stream"}
-    response = client.post(path, json=body | options)
+    response = client.post(path, json=MODEL | body | options)
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, last, usage = events(response.text)
     pieces = [c["choices"][0] for c in [*chunks, last]]
@@ -134,26 +125,38 @@ def test_stream_has_the_same_text(client: TestClient, path: str, stops: bool) ->
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
     assert {c["usage"] for c in chunks} == {None}
     assert len({c["id"] for c in chunks}) == 1
-    assert "usage" not in events(client.post(path, json=body | {"stream": True}).text)[-1]
+    plain = events(client.post(path, json=MODEL | body | {"stream": True}).text)
+    assert "usage" not in plain[-1]
+    assert not any("step" in choice for chunk in plain for choice in chunk["choices"])
+
+    shorter = body | {"max_tokens": 40} | ({"stop": text[15:18]} if stops else {})
+    choices, told = client.streamed(path, shorter, include_steps=True)
+    steps = [choice["step"] for choice in choices if "step" in choice]
+    assert [step["block_size"] for step in steps][:2] == [0, 4]
+    assert len(steps) == told["num_steps"] + 1
+    for step in steps:
+        assert step["num_accepted"] <= len(step["texts"]) <= step["num_accepted"] + 1
+        assert len(step["drafted"]) == max(step["block_size"] - 1, 0)
+        assert step["parents"] == list(range(len(step["drafted"])))
+        assert step["path"] == list(range(1, step["num_accepted"] + 1))
+    assert shown(choices) == text_of(client.ask(path, shorter))
+    for choice in choices:
+        assert "step" not in choice or "".join(choice["step"]["texts"]) == shown([choice])
 
 
-def test_without_a_seed_answers_differ_and_tell_their_seed(client: TestClient) -> None:
-    body = {"model": "target", "prompt": "Once", "max_tokens": 30}
-    first, second = ask(client, COMPLETIONS, body), ask(client, COMPLETIONS, body)
+def test_without_a_seed_answers_differ_and_tell_their_seed(client: ApiClient) -> None:
+    body = {"prompt": "Once", "max_tokens": 30}
+    first, second = client.ask(COMPLETIONS, body), client.ask(COMPLETIONS, body)
     assert first["seed"] != second["seed"]
     assert first["choices"] != second["choices"]
-    assert ask(client, COMPLETIONS, body | {"seed": first["seed"]})["choices"] == first["choices"]
+    assert client.ask(COMPLETIONS, body | {"seed": first["seed"]})["choices"] == first["choices"]
 
 
-def test_same_text_alone_and_in_a_crowd(client: TestClient, replica: Replica) -> None:
+def test_same_text_alone_and_in_a_crowd(client: ApiClient, replica: Replica) -> None:
     """More requests than slots, mixed block sizes: they share batches and do not show it."""
-
-    def body(i: int) -> JsonObject:
-        return {"model": "target", "prompt": "abc" * (1 + i), "max_tokens": 20 + 3 * i, "seed": i}
-
-    alone = [ask(client, COMPLETIONS, body(i) | {"block_size": 1})["choices"] for i in range(10)]
-    num_active: list[int] = []
-    engine = replica.loop.engine
+    bodies = [{"prompt": "abc" * (1 + i), "max_tokens": 20 + 3 * i, "seed": i} for i in range(10)]
+    alone = [client.ask(COMPLETIONS, body | {"block_size": 1})["choices"] for body in bodies]
+    num_active, engine = list[int](), replica.loop.engine
     policy_before = engine.policy
 
     def policy(prefill: Prefill) -> int:
@@ -162,15 +165,15 @@ def test_same_text_alone_and_in_a_crowd(client: TestClient, replica: Replica) ->
 
     replica.loop.use(policy, engine.controller)
     with ThreadPoolExecutor(10) as pool:
-        crowd = list(pool.map(lambda i: ask(client, COMPLETIONS, body(i))["choices"], range(10)))
+        crowd = list(pool.map(lambda body: client.ask(COMPLETIONS, body)["choices"], bodies))
     replica.loop.use(policy_before, engine.controller)
     assert crowd == alone
     assert max(num_active) > 1, "the requests never shared a batch"
 
 
-def test_acceptance_comes_under_vllms_names_and_llama_cpps_field_is_read(client: TestClient) -> None:
-    body = {"model": "target", "prompt": "Once", "max_tokens": 40, "temperature": 0}
-    answer = ask(client, COMPLETIONS, body | {"speculative.n_max": 3})
+def test_acceptance_comes_under_vllms_names_and_llama_cpps_field_is_read(client: ApiClient) -> None:
+    body = {"prompt": "Once", "max_tokens": 40, "temperature": 0}
+    answer = client.ask(COMPLETIONS, body | {"speculative.n_max": 3})
     assert answer["usage"]["block_size"] == 4
     metrics, num_steps = answer["metrics"]["speculative_decoding"], answer["usage"]["num_steps"]
     histogram = metrics["acceptance_histogram"]
@@ -178,4 +181,113 @@ def test_acceptance_comes_under_vllms_names_and_llama_cpps_field_is_read(client:
     assert sum(histogram) == num_steps
     assert metrics["mean_acceptance_length"] == pytest.approx(1 + num_accepted / num_steps)
     assert metrics["draft_acceptance_rate"] == pytest.approx(num_accepted / metrics["num_draft_tokens"])
-    assert "metrics" not in ask(client, COMPLETIONS, body | {"speculative.n_max": 0})
+    assert "metrics" not in client.ask(COMPLETIONS, body | {"speculative.n_max": 0})
+
+
+# --- the prefix cache: usage and metrics say what was not computed, and every text stays the same ---
+
+SYSTEM = {"role": "system", "content": "Answer in short and simple words, and say so where you do not know."}
+FIRST = [SYSTEM, *QUESTION]
+
+
+def chat(messages: Any, salt: str | None) -> JsonObject:
+    return {"messages": messages, "max_tokens": 40, "seed": 3, "block_size": 5, "cache_salt": salt}
+
+
+def cached(usage: JsonObject) -> int:
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_second_turn_of_a_chat_computes_only_what_is_new(client: ApiClient, tiny_pair: Pair) -> None:
+    first = client.ask(CHAT, chat(FIRST, "turns"))
+    # ASCII, which the tokenizer of bytes gives back as it came.
+    turn = {"role": "assistant", "content": text_of(first).encode("ascii", errors="ignore").decode()}
+    messages = [*FIRST, turn, {"role": "user", "content": "And what is a tree?"}]
+    answers = [first, *(client.ask(CHAT, chat(messages, "turns")) for _ in range(2))]
+    of_first, of_second, again = (answer["usage"] for answer in answers)
+    assert cached(of_first) == 0
+    assert of_first["prompt_tokens"] - 16 <= cached(of_second) < of_second["prompt_tokens"]
+    assert of_second["prompt_tokens"] - 17 <= cached(again) < of_second["prompt_tokens"]
+    with served(tiny_pair, num_slots=1, max_length=MAX_LENGTH, prefix_tokens=0) as without:
+        expected = [without.ask(CHAT, chat(turns, None)) for turns in (FIRST, messages, messages)]
+    for answer, computed in zip(answers, expected, strict=True):
+        assert cached(computed["usage"]) == 0
+        assert answer["choices"] == computed["choices"]
+        del answer["usage"]["prompt_tokens_details"], computed["usage"]["prompt_tokens_details"]
+        assert answer["usage"] == computed["usage"]  # steps and acceptance length, too
+
+
+def test_choices_share_their_prompt_which_is_counted_once_in_streams_too(client: ApiClient) -> None:
+    """The first choice computes it: nothing was there for the request."""
+    body = {
+        "prompt": "Once upon a time there was a tree in a wood.",
+        "max_tokens": 5,
+        "n": 3,
+        "cache_salt": "choices",
+    }
+    assert cached(client.ask(COMPLETIONS, body)["usage"]) == 0
+    assert cached(client.streamed(COMPLETIONS, body)[1]) == 32
+
+
+def test_a_salt_is_a_cache_of_its_own(client: ApiClient) -> None:
+    mine, yours, mine_again, without = (
+        cached(client.ask(CHAT, chat(FIRST, salt))["usage"]) for salt in ("mine", "yours", "mine", None)
+    )
+    assert (mine, yours, without) == (0, 0, 0)
+    assert mine_again > 0
+
+
+# --- metrics, and the dashboard that shows them ---
+
+
+@pytest.fixture
+def counted(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, ...]]:
+    """What counters of the replica count, by name and labels."""
+    counts = Counter[tuple[str, ...]]()
+
+    def count(counter: metrics.Counter, value: float = 1.0, tags: Mapping[str, str] | None = None) -> None:
+        counts[str(counter.info["name"]), *(tags or {}).values()] += int(value)
+
+    monkeypatch.setattr(metrics.Counter, "inc", count)
+    return counts
+
+
+def test_health_and_metrics_count_what_is_kept(
+    client: ApiClient, replica: Replica, counted: Counter[tuple[str, ...]]
+) -> None:
+    usages = [client.ask(CHAT, chat(FIRST, "counted"))["usage"] for _ in range(2)]
+    assert counted["blockpilot_cached_tokens",] == cached(usages[1]) > 0
+    assert counted["blockpilot_prompt_tokens",] == 2 * usages[0]["prompt_tokens"]
+    entry = client.get("/health").json()["models"][replica.pair.id.target]
+    assert entry["num_kept_tokens"] == replica.loop.engine.num_kept_tokens > 0
+
+
+def test_accepted_tokens_are_counted_by_what_proposed_them(
+    replica: Replica, counted: Counter[tuple[str, ...]]
+) -> None:
+    tree = Tree((7, 8, 9, 10), (0, 1, 2, 3), (DRAFTED, LOOKED_UP, DRAFTED + LOOKED_UP, 0))
+    side = Tree((5, 7), (0, 0), (LOOKED_UP, DRAFTED))
+    steps = [
+        Step(0, (3,), 0, 0, None),  # a prefill
+        Step(0, (7, 8, 9, 10, 1), 5, 4, None, tree=tree),
+        Step(1, (7, 8, 2), 5, 2, None, tree=tree),
+        Step(2, (7, 2), 3, 1, None, tree=side),
+        Step(3, (1,), 5, 0, None, tree=tree),
+    ]
+    replica.loop.on_step(steps, 0.01)
+    accepted = {labels[1]: num for labels, num in counted.items() if labels[0] == "blockpilot_accepted_tokens"}
+    assert accepted == {"draft": 3, "lookup": 2, "both": 1, "constraint": 1}
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    """Under the names that Ray exports, in panels side by side."""
+    suffix = {"Counter": "_total", "Gauge": "", "Histogram": "_bucket"}
+    folder, metric = Path(metrics.__file__).parent, r'(Counter|Gauge|Histogram)\(\s*"(blockpilot_\w+)"'
+    exported = re.findall(metric, (folder / "metrics.py").read_text())
+    panels = json.loads((folder / "grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    displayed = {name for query in queries for name in re.findall(r"ray_blockpilot_\w+", query)}
+    assert len(exported) >= 14
+    assert displayed == {f"ray_{name}{suffix[kind]}" for kind, name in exported}
+    corners = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(corners) == len(panels) == len({panel["id"] for panel in panels})

@@ -16,19 +16,8 @@ from blockpilot.engine.batch import Batch
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill, Request, Step
-from helpers.api import (
-    COMPLETIONS,
-    LONG,
-    HttpCall,
-    Send,
-    app_of,
-    check_error,
-    client_of,
-    finish,
-    idle,
-    replica_of,
-    until,
-)
+from helpers.api import HttpCall, Send, app_of, client_of, finish, idle, replica_of, until
+from helpers.bodies import COMPLETIONS, LONG, check_error
 from helpers.patience import patient
 from jobs.serving import engine_loop, policies
 from jobs.serving.api import GONE, Exchange, Limits
@@ -45,9 +34,10 @@ def replica(tiny_pair: Pair) -> Iterator[Replica]:
         yield replica
 
 
-@contextmanager
-def one_slot(pair: Pair, max_queue: int) -> Iterator[Replica]:
-    with replica_of(pair, num_slots=1, max_length=300, max_queue=max_queue) as replica:
+@pytest.fixture
+def one_slot(tiny_pair: Pair) -> Iterator[Replica]:
+    """With a place in the queue."""
+    with replica_of(tiny_pair, num_slots=1, max_length=300, max_queue=1) as replica:
         yield replica
 
 
@@ -63,11 +53,9 @@ def is_whole(call: HttpCall) -> bool:
 
 
 def test_a_vanished_client_frees_its_row_and_no_other(replica: Replica, tiny_pair: Pair, send: Send) -> None:
-    app = app_of(replica)
-    ids = tuple(tiny_pair.tokenizer("Once")["input_ids"])
+    app, ids = app_of(replica), tuple(tiny_pair.tokenizer("Once")["input_ids"])
     steps = generate(tiny_pair, ids, block_size=1, max_new_tokens=250)
     expected = tiny_pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True)
-
     stays, streamed, plain = (send(app, body) for body in (LONG, STREAMED, LONG))
     send(app, LONG).vanish()  # before it has a row
     streamed.until("data: ")
@@ -83,20 +71,19 @@ def test_a_vanished_client_frees_its_row_and_no_other(replica: Replica, tiny_pai
 
 
 def test_full_queue_is_429_before_a_prompt_is_tokenized_and_recovers(
-    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, send: Send
+    one_slot: Replica, monkeypatch: pytest.MonkeyPatch, send: Send
 ) -> None:
-    with one_slot(tiny_pair, max_queue=1) as replica:
-        app = app_of(replica)
-        accepted = [send(app, LONG) for _ in range(2)]
-        until(lambda: replica.loop.num_in_flight == 2)
-        with monkeypatch.context() as full:
-            full.setattr(replica, "_requests", lambda body: pytest.fail("tokenized"))
-            refused = send(app, LONG).finish()
-        assert refused.status == 429
-        assert last_error(refused)["type"] == "rate_limit_error"
-        finish(accepted)
-        again = send(app, LONG | {"max_tokens": 1}).finish()
-        assert all(map(is_whole, (*accepted, again)))
+    app = app_of(one_slot)
+    accepted = [send(app, LONG) for _ in range(2)]
+    until(lambda: one_slot.loop.num_in_flight == 2)
+    with monkeypatch.context() as full:
+        full.setattr(one_slot, "_requests", lambda body: pytest.fail("tokenized"))
+        refused = send(app, LONG).finish()
+    assert refused.status == 429
+    assert last_error(refused)["type"] == "rate_limit_error"
+    finish(accepted)
+    again = send(app, LONG | {"max_tokens": 1}).finish()
+    assert all(map(is_whole, (*accepted, again)))
 
 
 # --- failures ---
@@ -171,9 +158,9 @@ def test_repeated_engine_failures_make_health_fail(replica: Replica) -> None:
     with client_of(replica) as client:
         with failing_passes(replica):
             for _ in range(MAX_FAILURES):
-                assert client.post(COMPLETIONS, json=LONG).status_code == 500
+                client.refusal(COMPLETIONS, LONG, status=500)
         assert client.get("/health").status_code == 503
-        assert client.post(COMPLETIONS, json=LONG).status_code == 200
+        client.ask(COMPLETIONS, LONG)
         assert client.get("/health").json()["status"] == "ok"
 
 
@@ -208,35 +195,28 @@ def test_metrics_that_fail_end_no_request(replica: Replica, caplog: pytest.LogCa
 
     replica.loop.on_step = fail
     with client_of(replica) as client:
-        assert client.post(COMPLETIONS, json=LONG | {"max_tokens": 5}).status_code == 200
+        client.ask(COMPLETIONS, LONG | {"max_tokens": 5})
     assert replica.loop.healthy
     assert "the metrics agent is gone" in caplog.text
 
 
-def test_requests_that_wait_in_the_loop_wait_for_nothing_else(tiny_pair: Pair) -> None:
+def test_requests_that_wait_in_the_loop_wait_for_nothing_else(replica: Replica) -> None:
     """The engine refuses what is added beyond its slots, and no stream that closes wakes the loop."""
 
     async def scene() -> None:
-        with one_slot(tiny_pair, max_queue=64) as replica:
-            requests = [Request((1, 2, 3), 3, stop_token_ids=frozenset())]
-            streams = [replica.loop.submit(requests) for _ in range(5)]
+        streams = [replica.loop.submit([Request((1, 2, 3), 3, stop_token_ids=frozenset())]) for _ in range(12)]
+        for stream in streams:
+            stream.close = lambda: None  # type: ignore[method-assign]
+        async with asyncio.timeout(patient(10)):
             for stream in streams:
-                stream.close = lambda: None  # type: ignore[method-assign]
-            async with asyncio.timeout(patient(10)):
-                for stream in streams:
-                    while (await anext(stream))[1].finish_reason is None:
-                        pass
-            for stream in streams:
-                del stream.close  # type: ignore[method-assign]
-                stream.close()
-            idle(replica)
+                while (await anext(stream))[1].finish_reason is None:
+                    pass
+        for stream in streams:
+            del stream.close  # type: ignore[method-assign]
+            stream.close()
+        idle(replica)
 
     asyncio.run(scene())
-
-
-def test_negative_queue_is_refused(tiny_pair: Pair) -> None:
-    with pytest.raises(ValueError, match="max_queue -1"):
-        Replica(lambda: tiny_pair, max_queue=-1)
 
 
 def test_only_the_engines_thread_keeps_a_team_of_openmps(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,12 +232,12 @@ def test_only_the_engines_thread_keeps_a_team_of_openmps(tiny_pair: Pair, monkey
 
     monkeypatch.setattr(policies, "kept_price", noted(policies.kept_price))
     replica = Replica(noted(lambda: tiny_pair))
-    try:
-        replica.reconfigure({"policy": "untrained"})
-    finally:
-        replica.close()
+    replica.reconfigure({"policy": "untrained"})
+    replica.close()
     assert len(threads) == 2
     assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(ValueError, match="max_queue -1"):
+        Replica(lambda: tiny_pair, max_queue=-1)
 
 
 # --- draining ---
@@ -299,10 +279,8 @@ def test_what_does_not_end_in_time_ends_with_an_error(replica: Replica, by: str,
 
 
 def test_a_request_has_until_its_deadline_and_then_frees_its_row(replica: Replica, send: Send) -> None:
-    reported: list[Exchange] = []
-    app = app_of(replica, on_exchange=reported.append)
-    plain = send(app, LONG | {"timeout_s": 0.1})
-    streamed = send(app, STREAMED | {"timeout_s": 0.3})
+    app = app_of(replica)
+    plain, streamed = send(app, LONG | {"timeout_s": 0.1}), send(app, STREAMED | {"timeout_s": 0.3})
     stays = send(app, LONG)
     assert plain.finish().status == 504
     assert "0.1 s" in last_error(plain, "timeout_s")["message"]
@@ -311,32 +289,30 @@ def test_a_request_has_until_its_deadline_and_then_frees_its_row(replica: Replic
     assert not stays.done
     until(lambda: replica.loop.engine.num_active == 1)
     assert is_whole(stays.finish())
-    assert sorted(exchange.status for exchange in reported) == [200, 504, 504]
 
 
-def test_a_request_that_waits_for_a_slot_has_the_servers_deadline_at_most(tiny_pair: Pair, send: Send) -> None:
-    with one_slot(tiny_pair, max_queue=4) as replica:
-        decodes = send(app_of(replica), LONG)
-        until(lambda: replica.loop.engine.num_active == 1)
-        waits = send(app_of(replica, limits=Limits(timeout_s=0.1)), LONG | {"timeout_s": 60})
-        assert waits.finish().status == 504
-        assert not decodes.done
-        decodes.finish()
-        idle(replica)
+def test_a_request_that_waits_for_a_slot_has_the_servers_deadline_at_most(one_slot: Replica, send: Send) -> None:
+    decodes = send(app_of(one_slot), LONG)
+    until(lambda: one_slot.loop.engine.num_active == 1)
+    waits = send(app_of(one_slot, limits=Limits(timeout_s=0.1)), LONG | {"timeout_s": 60})
+    assert waits.finish().status == 504
+    assert not decodes.done
+    decodes.finish()
+    idle(one_slot)
 
 
 def test_every_exchange_is_reported_once_with_its_status(replica: Replica, send: Send) -> None:
     reported: list[Exchange] = []
     app = app_of(replica, on_exchange=reported.append)
     changes = ({"max_tokens": 5}, {"max_tokens": 5, "stream": True}, {"max_tokens": 0}, {"model": "gpt-9"})
-    finish([send(app, LONG | change) for change in changes])
+    finish([send(app, LONG | change) for change in (*changes, {"timeout_s": 0.05}, STREAMED | {"timeout_s": 0.05})])
     gone, cut = send(app, LONG), send(app, STREAMED)
     cut.until("data: ")
     cut.vanish()
     gone.vanish()
     idle(replica)
-    assert sorted(exchange.status for exchange in reported) == [200, 200, 400, 404, GONE, GONE]
+    assert sorted(exchange.status for exchange in reported) == [200, 200, 400, 404, GONE, GONE, 504, 504]
     assert {exchange.path for exchange in reported} == {COMPLETIONS}
-    model = replica.pair.id.target
-    assert {exchange.model for exchange in reported if exchange.status in (200, GONE)} == {model}
+    known = {exchange.model for exchange in reported if exchange.status in (200, GONE, 504)}
+    assert known == {replica.pair.id.target}
     assert all(exchange.seconds >= 0 for exchange in reported)

@@ -1,20 +1,22 @@
-"""Sampling beyond OpenAI's, and what ends an answer: the texts are those of the library's own requests."""
+"""Fields beyond OpenAI's: sampling, what ends an answer, what a template reads, and lookup."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from blockpilot.engine.engine import Engine
+from blockpilot.native.library import has_functions
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Request, Sampling
-from helpers.api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, client_of, events, replica_of, text_of
+from helpers.api import ApiClient, served
+from helpers.bodies import CHAT, COMPLETIONS, QUESTION, JsonObject, events, text_of
 from helpers.engines import run
 from helpers.tiny import CHAT_TEMPLATE, EOS_ID
 
-BODY = {"model": "target", "prompt": "Once upon a time", "max_tokens": 40, "seed": 3, "ignore_eos": True}
+BODY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 3, "ignore_eos": True}
 
 
 def library_text(pair: Pair, sampling: Sampling) -> str:
@@ -39,43 +41,34 @@ def library_text(pair: Pair, sampling: Sampling) -> str:
     ids=lambda fields: "+".join(fields),
 )
 def test_each_field_gives_the_librarys_text_at_every_block_size(
-    client: TestClient, tiny_pair: Pair, fields: dict[str, Any], temperature: float
+    client: ApiClient, tiny_pair: Pair, fields: dict[str, Any], temperature: float
 ) -> None:
     of_library = fields | {"logit_bias": tuple(fields.get("logit_bias", {}).items())}
     expected = library_text(tiny_pair, Sampling(temperature=temperature, seed=3, **of_library))
     for block_size in (1, 4):
         body = BODY | {"temperature": temperature, "block_size": block_size}
-        assert text_of(ask(client, COMPLETIONS, body | fields)) == expected
+        assert text_of(client.ask(COMPLETIONS, body | fields)) == expected
     if temperature or "min_p" not in fields:  # the likeliest token stays that
-        assert text_of(ask(client, COMPLETIONS, BODY | {"temperature": temperature})) != expected
+        assert text_of(client.ask(COMPLETIONS, BODY | {"temperature": temperature})) != expected
 
 
-def test_stop_tokens_of_the_request_end_it_without_their_text(client: TestClient, tiny_pair: Pair) -> None:
-    whole = ask(client, COMPLETIONS, BODY | {"logprobs": 0})["choices"][0]
+def test_stop_tokens_of_the_request_end_it_without_their_text(client: ApiClient, tiny_pair: Pair) -> None:
+    whole = client.ask(COMPLETIONS, BODY | {"logprobs": 0})["choices"][0]
     tokens = whole["logprobs"]["tokens"]
     stop = next(token for token in tokens[5:] if token.isascii())
     (stop_id,) = tiny_pair.tokenizer(stop)["input_ids"]
-    answer = ask(client, COMPLETIONS, BODY | {"stop_token_ids": [stop_id, 7]})
+    answer = client.ask(COMPLETIONS, BODY | {"stop_token_ids": [stop_id, 7]})
     index = tokens.index(stop)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == index + 1
     assert whole["text"].startswith(text_of(answer))
     assert not text_of(answer).endswith(stop)
-    later = ask(client, COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": index + 2})
+    later = client.ask(COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": index + 2})
     assert later["usage"]["completion_tokens"] >= index + 2
     assert stop not in text_of(later)[: index + 1]  # it has no chance so long
 
 
-def test_stop_strings_do_not_count_before_min_tokens(client: TestClient) -> None:
-    body = BODY | {"temperature": 0}
-    text = text_of(ask(client, COMPLETIONS, body))
-    stop = text[4:6]
-    assert text_of(ask(client, COMPLETIONS, body | {"stop": stop})) == text[: text.index(stop)]
-    late = ask(client, COMPLETIONS, body | {"stop": stop, "min_tokens": 20})
-    assert late["usage"]["completion_tokens"] >= 20
-
-
-def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: TestClient) -> None:
+def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: ApiClient) -> None:
     ends = BODY | {"logit_bias": {str(EOS_ID): 100}, "ignore_eos": False}
     goes_on = ends | {"ignore_eos": True}
     for body, num, finish_reason in (
@@ -84,17 +77,17 @@ def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: TestCli
         (goes_on | {"min_tokens": 40}, 40, "length"),
         (goes_on | {"stop_token_ids": [EOS_ID]}, 1, "stop"),
     ):
-        answer = ask(client, COMPLETIONS, body)
+        answer = client.ask(COMPLETIONS, body)
         assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (num, finish_reason)
         assert text_of(answer) == ""  # it is a control token
-    grammar = ask(client, COMPLETIONS, BODY | {"structured_outputs": {"choice": ["yes", "no"]}, "min_tokens": 30})
+    grammar = client.ask(COMPLETIONS, BODY | {"structured_outputs": {"choice": ["yes", "no"]}, "min_tokens": 30})
     assert text_of(grammar) in ("yes", "no")
     assert grammar["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_stream_tells_the_usage_so_far(client: TestClient) -> None:
+def test_a_stream_tells_the_usage_so_far(client: ApiClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(client.post(COMPLETIONS, json=BODY | {"stream": True, "stream_options": options}).text)
+    chunks = events(client.send_body(COMPLETIONS, BODY | {"stream": True, "stream_options": options}).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (1, 40)
@@ -108,11 +101,11 @@ TEMPLATE += "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
 
 
 @pytest.fixture(scope="module")
-def reader(tiny_pair: Pair) -> Iterator[TestClient]:
+def reader(tiny_pair: Pair) -> Iterator[ApiClient]:
     """A pair whose template reads more than messages, and divides by what a request says."""
     tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer, eos_token="<eos>")
     tokenizer.chat_template = TEMPLATE + "{% if zero is defined %}{{ 1 // zero }}{% endif %}"
-    with replica_of(replace(tiny_pair, tokenizer=tokenizer), max_length=300) as replica, client_of(replica) as client:
+    with served(replace(tiny_pair, tokenizer=tokenizer), max_length=300) as client:
         yield client
 
 
@@ -128,27 +121,78 @@ def reader(tiny_pair: Pair) -> Iterator[TestClient]:
         ({"add_generation_prompt": False}, ""),
     ],
 )
-def test_the_template_reads_what_a_request_hands_it(reader: TestClient, change: JsonObject, written: str) -> None:
-    body = {"model": "target", "messages": QUESTION, "max_tokens": 12, "seed": 1}
+def test_the_template_reads_what_a_request_hands_it(reader: ApiClient, change: JsonObject, written: str) -> None:
     prompt = f"<user>{QUESTION[0]['content']}\n{written}"
-    completion = ask(reader, COMPLETIONS, {"model": "target", "prompt": prompt, "max_tokens": 12, "seed": 1})
-    answer = ask(reader, CHAT, body | change)
+    completion = reader.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, "seed": 1})
+    answer = reader.ask(CHAT, {"messages": QUESTION, "max_tokens": 12, "seed": 1} | change)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     assert text_of(answer) == text_of(completion)
 
 
 @pytest.mark.parametrize("content", ["Once upon", "Once <eos> upon"])
-def test_an_answer_can_go_on_with_the_last_message(reader: TestClient, content: str) -> None:
+def test_an_answer_can_go_on_with_the_last_message(reader: ApiClient, content: str) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": content}]
-    body = {"model": "target", "messages": messages, "max_tokens": 12, "seed": 1}
-    answer = ask(reader, CHAT, body | {"add_generation_prompt": False, "continue_final_message": True})
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = reader.ask(CHAT, {"messages": messages, "max_tokens": 12, "seed": 1} | goes_on)
     prompt = f"<user>{QUESTION[0]['content']}\n<assistant>{content}"
     assert answer["usage"]["prompt_tokens"] == len(prompt)  # a control token in a text is text
 
 
 @pytest.mark.parametrize("kwargs", [{"zero": 0}, {"self": 1}])
-def test_a_template_that_fails_is_400(reader: TestClient, kwargs: JsonObject) -> None:
-    body = {"model": "target", "messages": QUESTION, "chat_template_kwargs": kwargs}
-    refused = reader.post(CHAT, json=body)
-    assert refused.status_code == 400
-    assert "chat template" in refused.json()["error"]["message"]
+def test_a_template_that_fails_is_400(reader: ApiClient, kwargs: JsonObject) -> None:
+    refused = reader.refusal(CHAT, {"messages": QUESTION, "chat_template_kwargs": kwargs})
+    assert "chat template" in refused["message"]
+
+
+# --- lookup, and what usage and steps say of it ---
+
+REPEATED = {"prompt": "abcabcabc" * 4, "max_tokens": 60, "temperature": 0}
+looks_up = pytest.mark.skipif(not has_functions(), reason="texts are indexed by the library in C")
+
+
+def accepted_proposals(usage: JsonObject) -> tuple[int, int]:
+    """Accepted tokens that were drafted, and those that were looked up."""
+    return usage["num_accepted_drafted"], usage["num_accepted_looked_up"]
+
+
+@looks_up
+@pytest.mark.parametrize("layout", ["chain", "tree"])
+def test_true_looks_up_beside_a_fixed_size_and_null_only_where_steps_choose(client: ApiClient, layout: str) -> None:
+    def num_looked_up(**settings: object) -> int:
+        return accepted_proposals(client.ask(COMPLETIONS, REPEATED | settings)["usage"])[1]
+
+    fixed = {"block_size": 6, "layout": layout}
+    assert num_looked_up(**fixed, lookup=True) > 0
+    assert num_looked_up(**fixed) == num_looked_up(**fixed, lookup=None) == 0
+    assert num_looked_up(**fixed, lookup=False) == num_looked_up(lookup=False) == 0
+    assert num_looked_up(block_size=1, lookup=True) == num_looked_up(max_tokens=1) == 0
+    assert num_looked_up(lookup=1) > 0  # as other flags
+    assert num_looked_up() > 0
+
+
+def steps_and_sources(choices: list[JsonObject]) -> tuple[list[JsonObject], Counter[str]]:
+    """The steps of a stream, and its accepted tokens by what proposed them."""
+    steps = [choice["step"] for choice in choices if "step" in choice]
+    assert all(len(step["sources"]) == len(step["drafted"]) for step in steps)
+    return steps, Counter(step["sources"][node - 1] for step in steps for node in step["path"])
+
+
+@looks_up
+@pytest.mark.parametrize("settings", [{"block_size": 6, "layout": "tree"}, {"block_size": 4}, {"n": 3, "seed": 3}])
+def test_usage_counts_the_accepted_tokens_of_the_steps_by_source(client: ApiClient, settings: JsonObject) -> None:
+    choices, usage = client.streamed(COMPLETIONS, REPEATED | settings | {"lookup": True}, include_steps=True)
+    steps, accepted = steps_and_sources(choices)
+    assert accepted.keys() <= {"draft", "lookup", "both"}
+    assert accepted["lookup"] + accepted["both"] > 0
+    assert accepted_proposals(usage) == (accepted["draft"] + accepted["both"], accepted["lookup"] + accepted["both"])
+    num_prefills = settings.get("n", 1)  # which give the first tokens
+    # The length limit cut those whose last token was accepted, not the target's.
+    num_cut = sum(step["block_size"] > 0 and step["num_accepted"] == len(step["texts"]) for step in steps)
+    assert accepted.total() == usage["completion_tokens"] - num_prefills - usage["num_steps"] + num_cut
+
+
+def test_tokens_that_a_constraint_forces_are_no_proposals_of_draft_or_lookup(client: ApiClient) -> None:
+    forced = {"structured_outputs": {"choice": ["a text that is forced"]}, "lookup": False}
+    choices, usage = client.streamed(COMPLETIONS, REPEATED | forced, include_steps=True)
+    assert steps_and_sources(choices)[1].keys() == {"constraint"}
+    assert accepted_proposals(usage) == (0, 0)

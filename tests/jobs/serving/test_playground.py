@@ -26,12 +26,8 @@ QUESTION = "What is a block?"
 FOX = "The quick brown fox jumps over the lazy dog near the river bank."
 REPEAT = f"Repeat this: {FOX} {FOX}"
 CLASSES = {0: "constraint", DRAFTED: "draft", LOOKED_UP: "lookup", DRAFTED + LOOKED_UP: "both"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"count": {"enum": [7]}},
-    "required": ["count"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": {"count": {"enum": [7]}}, "required": ["count"]}
+SCHEMA |= {"additionalProperties": False}
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 # Texts whose colour stands out of their ground by less than 4.5 to 1, WCAG's least for small text.
@@ -74,28 +70,20 @@ def browser() -> Iterator["Browser"]:
 
 
 @pytest.fixture
-def fresh_page(browser: "Browser", url: str) -> Iterator["Page"]:
-    """The page as it is opened; whatever it complains about fails the test."""
+def page(browser: "Browser", url: str) -> Iterator["Page"]:
+    """The page, which asks for a key when it is opened; whatever it complains about fails the test."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(url)
-    yield page
-    context.close()
-    assert not complaints
-
-
-@pytest.fixture
-def page(fresh_page: "Page") -> "Page":
-    log_in(fresh_page)
-    return fresh_page
-
-
-def log_in(page: "Page") -> None:
+    page.wait_for_selector("#server:has-text('API key')")
     page.fill("#key", KEY)
     page.dispatch_event("#key", "change")
     page.wait_for_selector("#model option", state="attached")
+    yield page
+    context.close()
+    assert not complaints
 
 
 def ask(page: "Page", prompt: str, **settings: str) -> dict[str, Any]:
@@ -263,10 +251,7 @@ def test_a_structured_answer_follows_the_schema_that_stands_on_the_page(page: "P
     assert (figure(page, "JSON"), figure(page, "finish")) == ("not complete", "length")
 
 
-def test_errors_are_shown_a_stop_is_one_and_an_unanswered_prompt_comes_back(fresh_page: "Page") -> None:
-    page = fresh_page
-    page.wait_for_selector("#server:has-text('API key')")
-    log_in(page)
+def test_errors_are_shown_a_stop_is_one_and_an_unanswered_prompt_comes_back(page: "Page") -> None:
     ask(page, QUESTION, tokens="100000")
     assert "100000" in page.inner_text(".error")
     assert page.input_value("#prompt") == QUESTION
@@ -278,14 +263,12 @@ def test_errors_are_shown_a_stop_is_one_and_an_unanswered_prompt_comes_back(fres
     page.wait_for_selector("#go:not([disabled])")
     assert page.locator(".error").last.inner_text() == "stopped"
     assert page.input_value("#prompt") == ""
-    assert len(ask(page, QUESTION, tokens="5")["messages"]) == 3  # what had come is a part of the conversation
-
-
-def test_what_a_prompt_says_is_never_markup(page: "Page") -> None:
     prompt = "<img src=x onerror=alert(1)> & <b>"
-    assert ask(page, prompt, tokens="5")["messages"] == [{"role": "user", "content": prompt}]
-    assert page.text_content(".user") == prompt
-    assert page.locator("img, .user *").count() == 0
+    messages = ask(page, prompt, tokens="5")["messages"]
+    assert len(messages) == 3  # what had come is a part of the conversation
+    assert messages[-1] == {"role": "user", "content": prompt}
+    assert page.locator(".user").last.text_content() == prompt
+    assert page.locator("img, .user *").count() == 0  # what a prompt says is never markup
 
 
 def test_all_texts_stand_out_all_controls_have_names_and_nothing_lies_outside(page: "Page") -> None:

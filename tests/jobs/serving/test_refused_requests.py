@@ -1,16 +1,15 @@
 """Bad input over the OpenAI API: errors that name the field, values that change nothing, and any JSON at all."""
 
 import json
-import threading
 from collections.abc import Iterator
 
 import pytest
-from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from helpers.api import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, ask, check_error, events, text_of
+from helpers.api import ApiClient, neighbour
+from helpers.bodies import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, check_error
 from jobs.serving.fields import NEUTRAL, ApiError
 from jobs.serving.schema import ChatRequest, CompletionRequest, parse
 
@@ -22,11 +21,8 @@ BAD_CHAT_FIELDS: list[tuple[str, list[object], str]] = [
     ("model", [None, 5], ""),
     ("messages", [None, [], "hello", [{"role": "user", "content": "x" * MAX_LENGTH}]], ""),
     ("messages", [[{"role": "tool", "content": "x"}]], "messages.0"),
-    (
-        "messages",
-        [[{"role": role, "name": "f", "content": "x"}] for role in ("critic", "function")],
-        "messages.0.role",
-    ),
+    ("messages", [[{"role": "critic", "name": "f", "content": "x"}]], "messages.0.role"),
+    ("messages", [[{"role": "function", "name": "f", "content": "x"}]], "messages.0.role"),
     ("messages", [[{"role": "assistant", "function_call": {"name": "f"}}]], "messages.0.function_call"),
     ("messages", [[{"role": "user", "content": "x", "tool_calls": [CALL]}]], "messages.0"),
     ("messages", [[{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]], "messages.0.content"),
@@ -82,53 +78,42 @@ BAD_COMBINATIONS: list[tuple[str, JsonObject, str]] = [
 ]
 
 
-def of_path(path: str) -> JsonObject:
-    return {"model": "target", "max_tokens": 2} | PROMPTS[path]
-
-
-def refused(client: TestClient, path: str, body: JsonObject, param: str) -> str:
-    """The message of a 400 that names a field."""
-    response = client.post(path, json=body)
-    assert response.status_code == 400, response.text
-    return str(check_error(response.json(), param)["message"])
+SHORT: dict[str, JsonObject] = {path: {"model": "target", "max_tokens": 2} | PROMPTS[path] for path in PROMPTS}
 
 
 @pytest.mark.parametrize(("name", "values", "param"), BAD_CHAT_FIELDS, ids=lambda part: str(part)[:40])
-def test_bad_chat_fields_are_refused_by_name(client: TestClient, name: str, values: list[object], param: str) -> None:
+def test_bad_chat_fields_are_refused_by_name(client: ApiClient, name: str, values: list[object], param: str) -> None:
     for value in values:
-        refused(client, CHAT, {"model": "target", "messages": QUESTION} | {name: value}, param or name)
+        client.refusal(CHAT, PROMPTS[CHAT] | {name: value}, param or name)
 
 
-@pytest.mark.parametrize(("path", "change", "param"), BAD_COMBINATIONS, ids=lambda part: str(part)[:40])
-def test_fields_that_do_not_go_together_are_refused(
-    client: TestClient, path: str, change: JsonObject, param: str
-) -> None:
-    refused(client, path, {"model": "target"} | PROMPTS[path] | change, param)
+def test_fields_that_do_not_go_together_are_refused(client: ApiClient) -> None:
+    for path, change, param in BAD_COMBINATIONS:
+        client.refusal(path, PROMPTS[path] | change, param)
 
 
-def test_errors_say_what_is_allowed(client: TestClient) -> None:
-    body = {"model": "target", "prompt": [65] * 290, "max_tokens": 11}
-    message = refused(client, COMPLETIONS, body, "max_tokens")
+def test_errors_say_what_is_allowed(client: ApiClient) -> None:
+    body = {"prompt": [65] * 290, "max_tokens": 11}
+    message = client.refusal(COMPLETIONS, body, "max_tokens")["message"]
     assert all(number in message for number in ("300", "290", "11"))
-    assert ask(client, COMPLETIONS, body | {"max_tokens": 10})["usage"]["total_tokens"] <= 300
+    assert client.ask(COMPLETIONS, body | {"max_tokens": 10})["usage"]["total_tokens"] <= 300
     for name, value, allowed in (
         ("layout", "star", "'auto', 'chain' or 'tree'"),
         ("lookup", "auto", "valid boolean"),
         ("presence_penalty", 3, "less than or equal to 2"),
         ("store", True, "false"),
     ):
-        assert allowed in refused(client, CHAT, of_path(CHAT) | {name: value}, name)
-    unknown = client.post(CHAT, json=of_path(CHAT) | {"model": "gpt-9"})
-    assert unknown.status_code == 404
-    assert "gpt-9" in check_error(unknown.json(), "model")["message"]
+        assert allowed in client.refusal(CHAT, SHORT[CHAT] | {name: value}, name)["message"]
+    unknown = client.refusal(CHAT, SHORT[CHAT] | {"model": "gpt-9"}, "model", status=404)
+    assert "gpt-9" in unknown["message"]
 
 
-def test_values_that_change_nothing_are_taken(client: TestClient) -> None:
-    body = {"model": "target", "messages": QUESTION, "max_tokens": 8, "seed": 1}
-    unchanged = ask(client, CHAT, body)["choices"]
+def test_values_that_change_nothing_are_taken(client: ApiClient) -> None:
+    body = {"messages": QUESTION, "max_tokens": 8, "seed": 1}
+    unchanged = client.ask(CHAT, body)["choices"]
     of_others = [{name: value} for name, values in NEUTRAL.items() for value in (*values, None)]
     for change in (*of_others, *NEUTRAL_HERE):
-        assert ask(client, CHAT, body | change)["choices"] == unchanged
+        assert client.ask(CHAT, body | change)["choices"] == unchanged
 
 
 NEUTRAL_HERE: list[JsonObject] = [
@@ -147,20 +132,18 @@ NEUTRAL_HERE: list[JsonObject] = [
 ]
 
 
-def test_bad_prompts_are_refused(client: TestClient) -> None:
+def test_bad_prompts_are_refused(client: ApiClient) -> None:
     empty = ["", [], [""], [[]], ["a", ""]]
     mixed = [["a", 1], [1, "a"], ["a", ["b"]], [[1], ["a"]], [True], [[True]], 5, {}]
     unknown = [[260], [-1], [[1], [260]], [2**70]]
     too_long = ["x" * 300, ["a", "x" * 300], [1] * 285]
     for prompt in empty + mixed + unknown + too_long:
-        response = client.post(COMPLETIONS, json={"model": "target", "prompt": prompt})
-        assert response.status_code == 400, prompt
-        param = check_error(response.json())["param"]
+        param = client.refusal(COMPLETIONS, {"prompt": prompt})["param"]
         assert param in ("prompt", "max_tokens") or param.startswith("prompt."), prompt
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_bodies_that_are_no_json_object(client: TestClient, path: str) -> None:
+def test_bodies_that_are_no_json_object(client: ApiClient, path: str) -> None:
     numbers = [f'{{"{value}, "model": "target", "prompt": "x"}}' for value in ('temperature": NaN', 'seed": 1e999')]
     numbers.append('{"seed": ' + "9" * 5000 + "}")
     texts = [b"\xff\xfe{}", b'{"model": "\xc3\x28"}', b'{"model": "\\ud800"}']
@@ -170,13 +153,9 @@ def test_bodies_that_are_no_json_object(client: TestClient, path: str) -> None:
         check_error(response.json())
 
 
-def test_routes_and_methods_that_are_not_there(client: TestClient) -> None:
-    for method, path, status in [
-        ("GET", "/v1/embeddings", 404),
-        ("POST", "/v1/chat/completions/", 404),
-        ("GET", CHAT, 405),
-        ("POST", "/", 405),
-    ]:
+def test_routes_and_methods_that_are_not_there(client: ApiClient) -> None:
+    missing = (("GET", "/v1/embeddings", 404), ("POST", f"{CHAT}/", 404), ("GET", CHAT, 405), ("POST", "/", 405))
+    for method, path, status in missing:
         response = client.request(method, path)
         assert response.status_code == status
         assert path in check_error(response.json())["message"]
@@ -247,30 +226,15 @@ SAMPLING = st.fixed_dictionaries(
 
 
 @pytest.fixture
-def neighbour(client: TestClient) -> Iterator[None]:
-    """Another client that streams all the time; its texts are checked at the end."""
-    body = {"model": "target", "prompt": "Once", "max_tokens": 60, "seed": 3, "stream": True}
-    stop, texts = threading.Event(), list[str]()
-
-    def ask_again() -> None:
-        while not stop.is_set():
-            chunks = events(client.post(COMPLETIONS, json=body).text)
-            texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
-
-    thread = threading.Thread(target=ask_again)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-    alone = ask(client, COMPLETIONS, body | {"stream": False})
-    assert len(texts) > 3
-    assert set(texts) == {text_of(alone)}
+def beside(client: ApiClient) -> Iterator[None]:
+    with neighbour(client, {"prompt": "Once", "max_tokens": 60, "seed": 3}):
+        yield
 
 
 @given(SAMPLING)
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_sampling_that_is_allowed_is_answered(client: TestClient, neighbour: None, change: JsonObject) -> None:
-    response = client.post(CHAT, json=of_path(CHAT) | change)
+def test_every_sampling_that_is_allowed_is_answered(client: ApiClient, beside: None, change: JsonObject) -> None:
+    response = client.post(CHAT, json=SHORT[CHAT] | change)
     assert response.status_code == 200, response.text
 
 
@@ -281,9 +245,9 @@ def test_every_sampling_that_is_allowed_is_answered(client: TestClient, neighbou
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_request_can_make_the_server_fail(
-    client: TestClient, neighbour: None, path: str, change: JsonObject, junk: bytes
+    client: ApiClient, beside: None, path: str, change: JsonObject, junk: bytes
 ) -> None:
-    for raw in (json.dumps(of_path(path) | change).encode(), json.dumps(change).encode(), junk):
+    for raw in (json.dumps(SHORT[path] | change).encode(), json.dumps(change).encode(), junk):
         response = client.post(path, content=raw)
         assert response.status_code in (200, 400, 404), response.text
         if response.status_code != 200:

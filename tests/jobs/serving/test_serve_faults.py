@@ -1,4 +1,5 @@
-"""A server through Ray with three models, and what happens when parts of it are killed, stopped or overrun."""
+"""A server through Ray with two models, one of them with three replicas, and what happens when parts of it are
+killed, stopped or overrun."""
 
 import json
 import os
@@ -7,27 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import torch
 
-from blockpilot.drafts.dflash_checkpoint import save_draft
-from helpers.api import events
+from helpers.bodies import events
 from helpers.patience import Patience, patient, wait_until
 from helpers.processes import descendants
 from helpers.servers import ROOT, Server, configured, free_port
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from helpers.tiny import byte_tokenizer, tiny_target
+from jobs.serving.fields import WAITING
+from jobs.serving.routing import WaitingScaling, affinity
+from jobs.serving.schema import Body, ChatRequest, CompletionRequest
 
 KEY = "a-key-of-the-test"
-MODEL = {"num_slots": 4, "max_queue": 4, "policy": "3"}
 LONG = {"model": "target", "prompt": "a", "max_tokens": 800, "temperature": 0}
 SHORT = {"model": "target", "prompt": "a", "max_tokens": 20, "temperature": 0}
 DOCS = ROOT / "docs/serving.md"
@@ -35,14 +36,12 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def second_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def second(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Another target than the tiny pair's."""
-    root = tmp_path_factory.mktemp("second")
-    target = tiny_target(seed=5)
-    target.save_pretrained(root / "other")
-    byte_tokenizer().save_pretrained(root / "other")
-    save_draft(tiny_draft(target), root / "draft", dtype=torch.float32)
-    return {"target": str(root / "other"), "draft": str(root / "draft"), "dtype": "float32"}
+    folder = tmp_path_factory.mktemp("second") / "other"
+    tiny_target(seed=5).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +51,16 @@ def metrics_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(
-    tiny_pair_dirs: tuple[Path, Path],
-    second_pair: dict[str, str],
-    metrics_port: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    tiny_pair_dirs: tuple[Path, Path], second: str, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Models of the tiny pair, of another one, and of the other one's target without a draft."""
+    """Models of the tiny pair, and of another target without a draft, with three replicas."""
     target, draft = map(str, tiny_pair_dirs)
-    second = {"pair": second_pair, "policy": "2", "served_model_name": ["second", "other"]}
-    alone = {"pair": {"target": second_pair["target"], "dtype": "float32"}, "served_model_name": ["alone"]}
-    config = MODEL | {"pair": {"target": target, "draft": draft}, "others": [second, alone]}
-    folder = tmp_path_factory.mktemp("server")
-    with configured(config | {"metrics_port": metrics_port}, folder, BLOCKPILOT_API_KEY=KEY) as server:
+    other = {"pair": {"target": second, "dtype": "float32"}, "served_model_name": ["second", "other"]}
+    other |= {"resources": {"num_actors": 3, "num_cpus": 0.5}, "num_slots": 4, "max_length": 800}
+    config = {"pair": {"target": target, "draft": draft}, "policy": "3", "num_slots": 4, "max_queue": 4}
+    config |= {"others": [other], "metrics_port": metrics_port}
+    variables = {"BLOCKPILOT_API_KEY": KEY, "RAY_metrics_report_interval_ms": "1000"}  # Ray's own is 10 s
+    with configured(config, tmp_path_factory.mktemp("server"), **variables) as server:
         yield server
 
 
@@ -77,24 +74,17 @@ def name(tiny_pair_dirs: tuple[Path, Path]) -> str:
     return str(tiny_pair_dirs[0])
 
 
-def test_models_share_a_server_by_name(
-    server: Server, client: openai.OpenAI, second_pair: dict[str, str], name: str
-) -> None:
-    roots = {model.id: model.model_dump()["root"] for model in client.models.list()}
-    assert roots == {name: name, "second": second_pair["target"], "alone": second_pair["target"]}
-    first, second, again, alone = (
-        client.completions.create(**SHORT | {"model": model}) for model in ("target", "other", "second", "alone")
-    )
-    assert first.choices[0].text != second.choices[0].text
-    assert again.choices == second.choices
-    assert alone.choices[0].text == second.choices[0].text
-    assert (first.model, second.model, alone.model) == (name, "second", "alone")
-    assert (first.usage.model_dump()["block_size"], second.usage.model_dump()["block_size"]) == (3, 2)
+def test_models_share_a_server_by_name(server: Server, client: openai.OpenAI, second: str, name: str) -> None:
+    assert {model.id: model.model_dump()["root"] for model in client.models.list()} == {name: name, "second": second}
+    first, other, again = (client.completions.create(**SHORT | {"model": of}) for of in ("target", "other", "second"))
+    assert first.choices[0].text != other.choices[0].text
+    assert again.choices == other.choices
+    assert (first.model, other.model, first.usage.model_dump()["block_size"]) == (name, "second", 3)
     with pytest.raises(openai.NotFoundError, match=r"this server has .*, 'second'"):
-        client.completions.create(model=second_pair["target"], prompt="a")
+        client.completions.create(model=second, prompt="a")
     lookup = "with no draft (plain decoding plus what is looked up in each text; --draft names one), policy untrained"
     wait_until(lambda: lookup in server.process.log, 10)
-    assert server.model("alone")["draft"] == "none"
+    assert server.model("second")["draft"] == "none"
 
 
 def test_without_the_key_nothing_is_answered(server: Server) -> None:
@@ -103,9 +93,8 @@ def test_without_the_key_nothing_is_answered(server: Server) -> None:
         stranger.models.list()
     health = httpx.get(f"{server.root}/health", headers={"x-request-id": "an-id"})
     assert (health.status_code, health.headers["x-request-id"]) == (200, "an-id")
-    new, newer = (httpx.get(f"{server.url}/nothing").headers["x-request-id"] for _ in range(2))
-    assert len(new) == len(newer) == 36
-    assert new != newer
+    ids = {httpx.get(f"{server.url}/nothing").headers["x-request-id"] for _ in range(2)}
+    assert [len(id_) for id_ in ids] == [36, 36]
 
 
 HUGGING_FACE = """
@@ -195,33 +184,14 @@ def test_a_full_queue_is_429_at_once_and_what_was_accepted_ends(server: Server, 
     server.until(name, {"num_in_flight": 0})
 
 
-# --- clients that leave, or do not read ---
-
-
-def sent(connection: socket.socket, server: Server, body: dict[str, Any]) -> None:
-    """Connect, and send a completion's body."""
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
-    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-    connection.connect(("127.0.0.1", int(server.root.rpartition(":")[2])))
-    connection.sendall(head.encode() + content)
-
-
-def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
-    def leave(number: int) -> None:
-        with socket.socket() as connection:
-            sent(connection, server, LONG | {"stream": number % 2 == 0})
-            time.sleep(0.1 * number)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(leave, range(6)))
-    server.until(name, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
-
-
 def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Server, name: str) -> None:
+    body = json.dumps(LONG | {"stream": True, "timeout_s": 0.3, "logprobs": 5, "n": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sent(connection, server, LONG | {"stream": True, "timeout_s": 0.3, "logprobs": 5, "n": 8})
+        connection.connect(("127.0.0.1", int(server.root.rpartition(":")[2])))
+        connection.sendall(head.encode() + body)
         first = connection.recv(1)  # the server has taken the request; nothing else is read until its rows are free
         server.until(name, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
         with connection.makefile("rb") as stream:
@@ -255,8 +225,8 @@ def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, 
     documented, text = documented_metrics(), ""
     assert len(documented) >= 17
     patience = Patience(patient(60))
-    while exposed_metrics(text) != documented and patience.left:  # processes export every few seconds
-        time.sleep(0.5)
+    while exposed_metrics(text) != documented and patience.left:  # processes export every second
+        time.sleep(0.2)
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=patient(5)).text
     assert exposed_metrics(text) == documented
     assert 'block_size="3"' in text
@@ -266,24 +236,53 @@ def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, 
     assert KEY not in text
 
 
-def test_one_seed_is_one_text_alone_and_in_a_crowd_at_every_block_size(client: openai.OpenAI) -> None:
-    body: dict[str, Any] = {"model": "target", "prompt": "Once", "max_tokens": 60, "temperature": 1, "seed": 11}
-    expected = client.completions.create(**body).choices[0].text
-    stop = threading.Event()
+# --- several replicas of a model ---
 
-    def crowd(number: int) -> None:
-        while not stop.is_set():
-            client.completions.create(model="target", prompt="b" * (number + 3), max_tokens=50, seed=number)
+NUM_CONVERSATIONS = 8
 
-    with ThreadPoolExecutor(3) as pool:
-        for number in range(3):
-            pool.submit(crowd, number)
-        try:
-            for size in (1, 2, 5, 8, "auto"):
-                answer = client.completions.create(**body, extra_body={"block_size": size})
-                assert answer.choices[0].text == expected
-        finally:
-            stop.set()
+
+def conversation(number: int, num_turns: int) -> Any:
+    system = "Answer in short and simple words, and say so where you do not know."
+    question = f"Conversation {number}: tell me what a block of tokens is, please."
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    for turn in range(1, num_turns):
+        turns += [{"role": "assistant", "content": f"It is number {turn}."}, {"role": "user", "content": "And then?"}]
+    return turns
+
+
+def num_cached(client: openai.OpenAI, number: int, num_turns: int) -> tuple[int, int]:
+    """Cached and all tokens of the prompt of a conversation's turn."""
+    messages = conversation(number, num_turns)
+    usage = client.chat.completions.create(model="second", messages=messages, max_tokens=4, seed=1).usage
+    return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
+
+
+def test_more_requests_than_rows_spill_over(server: Server, client: openai.OpenAI) -> None:
+    """With one key for all: the hashed replica has 4 rows, and the others help before its queue grows."""
+    same: dict[str, Any] = {"model": "second", "messages": conversation(0, 1), "temperature": 1, "max_tokens": 600}
+    same |= {"extra_body": {"prompt_cache_key": "all"}}
+    busiest = dict[int, int]()  # by process
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(client.chat.completions.create, **same, seed=seed) for seed in range(12)]
+        while not all(answer.done() for answer in asked):
+            status = server.model("second")
+            busiest[status["pid"]] = max(status["num_in_flight"], busiest.get(status["pid"], 0))
+    assert all(answer.result().usage.completion_tokens > 0 for answer in asked)
+    assert sum(num > 0 for num in busiest.values()) > 1
+    assert max(busiest.values()) < 9
+
+
+def test_turns_return_to_their_replica_and_move_on_when_it_is_lost(server: Server, client: openai.OpenAI) -> None:
+    _, size_of_first = num_cached(client, 99, 1)
+    for number in range(NUM_CONVERSATIONS):
+        num_cached(client, number, 1)
+    # All of the first turn but an unfinished page; the system prompt alone would be less than half of it.
+    for number in range(NUM_CONVERSATIONS):
+        cached, size = num_cached(client, number, 2)
+        assert cached > size - 80 > size_of_first / 2
+    os.kill(server.model("second")["pid"], signal.SIGKILL)
+    for number in range(NUM_CONVERSATIONS):  # none is refused
+        assert num_cached(client, number, 3)[1] > 0
 
 
 def test_a_killed_gateway_is_replaced_and_listens_again(server: Server, client: openai.OpenAI) -> None:
@@ -299,3 +298,46 @@ def test_a_killed_gateway_is_replaced_and_listens_again(server: Server, client: 
 
     wait_until(answers, 90, lambda: server.process.log, poll_s=0.2)
     assert client.completions.create(**SHORT).choices[0].text == expected
+
+
+# --- routing, and the number of replicas ---
+
+
+def chat(number: int, num_turns: int, **more: Any) -> Body:
+    return ChatRequest.model_validate({"model": "m", "messages": conversation(number, num_turns), **more})
+
+
+def completion(number: int, num_turns: int, **more: Any) -> Body:
+    prompt = f"{number} " * 600 + "more" * num_turns
+    return CompletionRequest.model_validate({"model": "m", "prompt": prompt, **more})
+
+
+@pytest.mark.parametrize("body", [chat, completion])
+def test_affinity_is_that_of_the_beginning(body: Any) -> None:
+    assert affinity(body(0, 1)) == affinity(body(0, 3))
+    assert affinity(body(0, 1)) != affinity(body(1, 1))
+    assert affinity(body(0, 1)) != affinity(body(0, 1, cache_salt="mine"))
+    assert affinity(body(0, 1, prompt_cache_key="a")) == affinity(body(1, 1, prompt_cache_key="a"))
+    assert affinity(body(0, 1, prompt_cache_key="a")) != affinity(body(0, 1, prompt_cache_key="b"))
+
+
+@pytest.mark.parametrize(
+    ("num", "num_requests", "waiting_s", "desired"),
+    [
+        (1, 4, 0.0, 1),
+        (1, 5, 0.0, 2),  # more requests than rows
+        (1, 4, 2.5, 2),  # too slow, though there are rows
+        (2, 2, 2.5, 3),
+        (3, 5, 0.0, 2),
+        (3, 7, 0.0, 3),  # two replicas would be nearly full
+        (3, 2, 1.5, 3),  # still slow
+        (3, 0, 0.0, 0),  # Serve keeps the least number
+    ],
+)
+def test_scaling_follows_what_users_feel(num: int, num_requests: int, waiting_s: float, desired: int) -> None:
+    context: Any = SimpleNamespace(
+        current_num_replicas=num,
+        total_num_requests=num_requests,
+        aggregated_metrics={WAITING: {"a": 0.0, "b": waiting_s}},
+    )
+    assert WaitingScaling(num_slots=4, target_s=2.0)(context) == (desired, {})

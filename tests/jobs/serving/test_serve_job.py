@@ -1,12 +1,15 @@
-"""The serving job: settings that it refuses, and the server by command with the openai client."""
+"""The serving job: settings that it refuses, addresses, and the server by command with the openai client."""
 
 import asyncio
 import re
+import shutil
+import socket
 import stat
-import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -16,7 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
-from blockpilot.types import PairId
+from helpers.command_line import error_of
 from helpers.patience import patient
 from helpers.policies import tiny_policy
 from helpers.processes import listeners
@@ -24,10 +27,11 @@ from helpers.servers import ROOT, Server, free_port, has_ipv6, serving
 from jobs import serve
 from jobs.bench.http_load import Clients, Received
 from jobs.common.cluster import num_cores
-from jobs.common.config import ConfigError, PairConfig, main
+from jobs.common.config import ConfigError, PairConfig
 from jobs.common.registry import Registry, model_name
-from jobs.serve import ServeConfig, build_app, run
+from jobs.serve import LOOPBACK_NAMES, ServeConfig, build_app, is_open, run
 from jobs.serving.clients import ApiKeys, api_keys
+from jobs.serving.gateway import bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, ReplicaResources, find_policy, models_by_name
 
 # MLflow's own models use a part of SQLAlchemy that will go.
@@ -43,43 +47,32 @@ def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
 # --- policies ---
 
 
-def write_policy(directory: Path, pair_id: PairId) -> Path:
-    """A policy of random weights with the candidates 2, 3 and 5."""
-    save_policy(tiny_policy(pair_id, 260, (2, 3, 5)), directory)
-    return directory
-
-
-def test_policy_may_be_a_block_size_or_a_directory_of_the_same_pair(
-    pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path
+def test_a_policy_is_a_block_size_a_directory_of_the_same_pair_or_the_registrys_champion(
+    pair_config: PairConfig, tiny_pair: Pair, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def policy_of(policy: object) -> int | str | Path:
-        return find_policy(ServeConfig(pair=pair_config, policy=str(policy)), tmp_path)
+        return find_policy(ServeConfig(pair=pair_config, policy=str(policy)), tmp_path / "serve")
 
     assert policy_of(8) == 8
-    directory = write_policy(tmp_path / "policy", tiny_pair.id)
+    directory, other, pair = tmp_path / "policy", tmp_path / "other", tiny_pair.id
+    save_policy(tiny_policy(pair, 260, (2, 3, 5)), directory)
     assert policy_of(directory) == directory
-    other = write_policy(tmp_path / "other", tiny_pair.id._replace(target="Qwen/Qwen3-4B"))
-    with pytest.raises(ValueError, match=r"Qwen/Qwen3-4B.*this pair is.*target") as error:
+    save_policy(tiny_policy(pair._replace(target="Qwen/Qwen3-4B"), 260, (2, 3, 5)), other)
+    with pytest.raises(ValueError, match=rf"Qwen/Qwen3-4B.*this pair is.*{re.escape(pair.target)}"):
         policy_of(other)
-    assert tiny_pair.id.target in str(error.value)
 
-
-def test_champion_comes_from_the_registry(
-    pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    config, folder = ServeConfig(pair=pair_config, policy="champion"), tmp_path / "serve"
-    assert find_policy(ServeConfig(pair=pair_config), folder) == "auto"
+    assert policy_of("auto") == "auto"
     with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy untrained"):
-        find_policy(config, folder)
+        policy_of("champion")
     registry = Registry.open()
-    directory = write_policy(tmp_path / "policy", tiny_pair.id)
     with registry.log_run("train") as record:
-        version = registry.register_policy(directory, target=tiny_pair.id.target, run_id=record.id, tags={})
-    assert version.name == model_name(tiny_pair.id.target)
+        version = registry.register_policy(directory, target=pair.target, run_id=record.id, tags={})
+    assert version.name == model_name(pair.target)
     registry.set_champion(version)
-    champion = find_policy(config, folder)
-    assert champion == find_policy(ServeConfig(pair=pair_config), folder)
+    champion = policy_of("champion")
+    assert champion == policy_of("auto")
     assert isinstance(champion, Path)
     assert (champion / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
 
@@ -90,37 +83,25 @@ def test_champion_comes_from_the_registry(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--policy", "0"], "policy 0: a block size must be 1 to 32"),
-        (["--policy", "33"], "policy 33: a block size must be 1 to 32"),
-        (["--pair", "gpt-9"], "unknown pair 'gpt-9'"),
-        (["--policy", "/no/such/policy"], "/no/such/policy/policy.json: no such file"),
-        (["--draft", "/no/such/draft"], "draft '/no/such/draft': a target is needed"),
-        (["--target", "x", "--policy", "champion"], "target 'x' has no draft, policy champion needs one"),
-        (["--target", "x", "--policy", "0"], "policy 0: a block size must be 1 to 32"),
-        (["--policy", "8", "--api-key-file", "/no/such/keys"], "/no/such/keys"),
-        (["--policy", "8", "--max-body-bytes", "0"], "max_body_bytes"),
-        (["--policy", "8", "--request-timeout-s", "0"], "request_timeout_s"),
+        ("--policy 0", "policy 0: a block size must be 1 to 32"),
+        ("--policy 33", "policy 33: a block size must be 1 to 32"),
+        ("--pair gpt-9", "unknown pair 'gpt-9'"),
+        ("--policy /no/such/policy", "/no/such/policy/policy.json: no such file"),
+        ("--draft /no/such/draft", "draft '/no/such/draft': a target is needed"),
+        ("--target x --policy champion", "target 'x' has no draft, policy champion needs one"),
+        ("--target x --policy 0", "policy 0: a block size must be 1 to 32"),
+        ("--policy 8 --api-key-file /no/such/keys", "/no/such/keys"),
+        ("--policy 8 --max-body-bytes 0", "max_body_bytes"),
+        ("--policy 8 --request-timeout-s 0", "request_timeout_s"),
     ],
 )
-def test_bad_settings_end_in_one_line(
-    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main(ServeConfig, run)
-    assert exit_.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ")
-    assert complaint in message
-    assert message.count("\n") == 1
+def test_bad_settings_end_in_one_line(arguments: str, complaint: str) -> None:
+    assert complaint in error_of(ServeConfig, run, arguments)
 
 
-def test_a_server_is_refused_where_ray_asks_for_no_token(
-    pair_config: PairConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_refused_where_ray_asks_for_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ValueError, match="RAY_AUTH_MODE disabled: Ray listens on all interfaces"):
-        run(ServeConfig(pair=pair_config, policy="2"))
+    assert "RAY_AUTH_MODE disabled: Ray listens on all interfaces" in error_of(ServeConfig, run, "--policy 2")
 
 
 def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +184,85 @@ def test_the_deploy_file_is_one_that_serve_takes(
     monkeypatch.delenv("BLOCKPILOT_API_KEY")
     with pytest.raises(ValueError, match="needs_api_key: there is none in BLOCKPILOT_API_KEY"):
         build_app(again)
+
+
+# --- addresses that the server listens on, and its own name for them ---
+
+ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+
+
+@contextmanager
+def listening(host: str) -> Iterator[int]:
+    """The port on which a host's addresses are bound."""
+    port = free_port()
+    listeners = bound(host, port)
+    yield port
+    close(listeners)
+
+
+def reached(port: int) -> set[str]:
+    """The addresses of loopback that answer on a port."""
+    hosts = set[str]()
+    for host in ("127.0.0.1", "::1"):
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=5).close()
+            hosts.add(host)
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "by"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("0.0.0.0", {"127.0.0.1"}),
+        pytest.param("::1", {"::1"}, marks=ipv6),
+        pytest.param("::", {"127.0.0.1", "::1"}, marks=ipv6),
+    ],
+)
+def test_a_host_is_reached_by_its_own_addresses(host: str, by: set[str]) -> None:
+    with listening(host) as port:
+        assert reached(port) == by
+
+
+@ipv6
+def test_a_name_is_reached_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As localhost often has two. One that the machine lacks does not matter beside another one."""
+    resolve = socket.getaddrinfo
+
+    def both(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        names = ("::1", "127.0.0.1", "203.0.113.1") if host == "localhost" else (host,)
+        return [address for name in names for address in resolve(name, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    with listening("localhost") as port:
+        assert reached(port) == {"127.0.0.1", "::1"}
+        with pytest.raises(OSError, match="in use"):
+            bound("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that is half free is taken
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            bound("localhost", port)
+        assert reached(port) == {"127.0.0.1"}
+    with pytest.raises(OSError, match="assign"):
+        bound("203.0.113.1", 0)
+
+
+def test_loopback_answers_to_its_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BLOCKPILOT_API_KEY", raising=False)
+    for host in ("127.0.0.1", "localhost", "::1", "[::1]", "127.0.0.2", "0:0:0:0:0:0:0:1"):
+        config = ServeConfig(host=host)
+        assert {*LOOPBACK_NAMES, config.host} <= set(config.hosts)
+        assert "*" not in config.hosts
+        assert not is_open(config)
+    for host in ("0.0.0.0", "::", "203.0.113.1", "2001:db8::1", "example.com"):
+        assert ServeConfig(host=host).hosts == ("*",)
+        assert is_open(ServeConfig(host=host))
+        assert not is_loopback(host)
+    assert ServeConfig(host="::1", allowed_hosts=("a.example",)).hosts == ("a.example",)
+    assert ServeConfig(host="[::1]").host == "::1"
+    assert (netloc("::1", 80), netloc("localhost", 80)) == ("[::1]:80", "localhost:80")
+    with pytest.raises(ConfigError, match="host"):
+        ServeConfig(host="")
 
 
 # --- by command, through Ray Serve ---

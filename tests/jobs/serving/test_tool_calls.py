@@ -3,18 +3,23 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
-from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.pairs.loading import Pair
-from helpers.api import CHAT, QUESTION, JsonObject, app_of, ask, over_http, replica_of, shown, streamed
-from helpers.tiny import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from blockpilot.prompts.files import encode_messages
+from helpers.api import ApiClient, app_of, over_http, replica_of, served
+from helpers.bodies import CHAT, QUESTION, JsonObject, shown
+from helpers.grammars import takes
+from helpers.tiny import CHAT_TEMPLATE, byte_tokenizer
+from jobs.serving import messages
 from jobs.serving.constraints.tools import CallReader, Family, Tool, family_of, grammar_of
 from jobs.serving.replica import Replica
 
@@ -27,15 +32,10 @@ TEMPLATES: dict[Family, str] = {
     "llama": f"{{# ipython #}}{MESSAGES}{CALLS}",
     "coder": f"{{# <function= #}}{MESSAGES}{CALLS}",
 }
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Rome", "Oslo", "Lima"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+CITY, DAYS = {"type": "string", "enum": ["Rome", "Oslo", "Lima"]}, {"type": "integer", "minimum": 1, "maximum": 9}
+CLOSED = {"additionalProperties": False}
+PARAMETERS: JsonObject = {"type": "object", "properties": {"city": CITY, "days": DAYS}, "required": ["city", "days"]}
+PARAMETERS |= CLOSED
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": PARAMETERS}}
 NOTHING = {"type": "function", "function": {"name": "nothing"}}
 TOOLS = [Tool("weather", PARAMETERS), Tool("nothing", {"type": "object", "properties": {}})]
@@ -47,12 +47,12 @@ TEXTS: dict[Family, str] = {
     "coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
 }
-BODY: dict[str, Any] = {"model": "target", "messages": QUESTION, "max_tokens": 200, "tools": [WEATHER, NOTHING]}
+BODY: JsonObject = {"messages": QUESTION, "max_tokens": 200, "tools": [WEATHER, NOTHING]}
 one_family = pytest.mark.parametrize("replica", ["hermes"], indirect=True)
 all_families = pytest.mark.parametrize("replica", [*TEMPLATES], indirect=True)
 
 
-def unknown_type(**more: Any) -> dict[str, Any]:
+def unknown_type(**more: Any) -> JsonObject:
     parameters = {"properties": {"a": {"type": "y"}}}
     return {"type": "function", "function": {"name": "x", "parameters": parameters} | more}
 
@@ -80,19 +80,7 @@ def streamed_calls(choices: list[JsonObject]) -> list[JsonObject]:
 def test_a_grammar_takes_calls_in_the_familys_words_and_no_others(
     family: Family, must_call: bool, parallel: bool
 ) -> None:
-    tokenizer = byte_tokenizer()
-    grammar = grammar_of(family, TOOLS, must_call=must_call, parallel=parallel)
-    compiled = GrammarCompiler(tokenizer, 260, frozenset({EOS_ID})).compile(grammar)
-
-    def is_taken(text: str) -> bool:
-        automaton = compiled.start()
-        try:
-            for token in tokenizer(text)["input_ids"]:
-                automaton.take(token)
-        except GrammarError:
-            return False
-        return automaton.ends() or automaton.allowed((), [EOS_ID]) == [True]
-
+    is_taken = partial(takes, grammar_of(family, TOOLS, must_call=must_call, parallel=parallel))
     call, free = TEXTS[family], "Sure.\n" * (family != "llama")
     assert is_taken(call)
     assert is_taken("Hello <tool") == (not must_call)
@@ -120,23 +108,23 @@ def test_calls_are_read_however_the_text_comes(family: Family) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", CALL_WEATHER])
-def test_a_demanded_call_is_made_streamed_or_not(client: TestClient, choice: Any) -> None:
+def test_a_demanded_call_is_made_streamed_or_not(client: ApiClient, choice: Any) -> None:
     body = BODY | {"tool_choice": choice, "parallel_tool_calls": False, "seed": 5}
-    answer = ask(client, CHAT, body)["choices"][0]
+    answer = client.ask(CHAT, body)["choices"][0]
     assert answer["finish_reason"] == "tool_calls"
     (call,) = answer["message"]["tool_calls"]
     assert answer["message"]["content"] is None
     if choice != "required" or call["function"]["name"] == "weather":
         jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
-    chunks, _ = streamed(client, CHAT, body)
+    chunks, _ = client.streamed(CHAT, body)
     pieces = streamed_calls(chunks)
     assert pieces[0]["name"] == call["function"]["name"]
     assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"]
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
 
-def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: TestClient) -> None:
-    first = ask(client, CHAT, BODY | {"tool_choice": "none", "max_tokens": 10})
+def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: ApiClient) -> None:
+    first = client.ask(CHAT, BODY | {"tool_choice": "none", "max_tokens": 10})
     assert first["choices"][0]["message"]["content"]
     assert "tool_calls" not in first["choices"][0]["message"]
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
@@ -145,7 +133,7 @@ def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: Test
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "mild"},
     ]
-    second = ask(client, CHAT, BODY | {"messages": turns, "max_tokens": 10})
+    second = client.ask(CHAT, BODY | {"messages": turns, "max_tokens": 10})
     num_more = second["usage"]["prompt_tokens"] - first["usage"]["prompt_tokens"]
     assert num_more > len(ARGUMENTS) + len("mild")
 
@@ -164,34 +152,31 @@ def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: Test
         ({"tools": [unknown_type()], "tool_choice": "required"}, "tools: tool 'x'"),
     ],
 )
-def test_what_is_wrong_with_tools_is_400_in_words(client: TestClient, wrong: dict[str, Any], message: str) -> None:
-    response = client.post(CHAT, json=BODY | wrong)
-    assert response.status_code == 400, response.text
-    assert message in response.json()["error"]["message"]
+def test_what_is_wrong_with_tools_is_400_in_words(client: ApiClient, wrong: JsonObject, message: str) -> None:
+    assert message in client.refusal(CHAT, BODY | wrong)["message"]
 
 
 @one_family
 def test_an_odd_tool_that_is_not_strict_is_left_looser_and_logged_once(
-    client: TestClient, caplog: pytest.LogCaptureFixture
+    client: ApiClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", logger="ray.serve.blockpilot"):
         for _ in range(2):
-            ask(client, CHAT, BODY | {"tools": [WEATHER, unknown_type()], "max_tokens": 4})
+            client.ask(CHAT, BODY | {"tools": [WEATHER, unknown_type()], "max_tokens": 4})
     message = "tool 'x': calls need not follow its properties.a.type"
     assert [record.getMessage() for record in caplog.records] == [message]
 
 
 @all_families
-def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: TestClient, replica: Replica) -> None:
+def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: ApiClient, replica: Replica) -> None:
     """As agents ask that want an answer of a type once they have called what they need."""
-    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
-    schema |= {"additionalProperties": False}
+    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]} | CLOSED
     body = BODY | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     is_llama = family_here(replica) == "llama"
     for char, seed in [("<", 1), ("{", 1), ("{", 2), ("{", 3)]:
         (token,) = byte_tokenizer()(char)["input_ids"]
         first = {"seed": seed, "temperature": 2.0, "logit_bias": {str(token): 90}, "min_tokens": 1}
-        choice = ask(client, CHAT, body | first)["choices"][0]
+        choice = client.ask(CHAT, body | first)["choices"][0]
         message = choice["message"]
         if choice["finish_reason"] == "tool_calls":
             assert char == "<" or is_llama
@@ -200,7 +185,7 @@ def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: TestCl
         elif choice["finish_reason"] == "stop":
             assert char == "{" or is_llama
             jsonschema.validate(json.loads(message["content"]), schema)
-    demanded = ask(client, CHAT, body | {"tool_choice": "required", "seed": 1})["choices"][0]
+    demanded = client.ask(CHAT, body | {"tool_choice": "required", "seed": 1})["choices"][0]
     assert demanded["message"]["tool_calls"] or demanded["finish_reason"] == "length"
 
 
@@ -208,10 +193,10 @@ def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: TestCl
 @pytest.mark.parametrize(
     "end", [{"stop": ['"days": ']}, {"stop": ["</tool_call>"]}, {"stop": ["days"]}, {"max_tokens": 30}]
 )
-def test_what_ends_inside_a_call_keeps_its_text(client: TestClient, replica: Replica, end: JsonObject) -> None:
+def test_what_ends_inside_a_call_keeps_its_text(client: ApiClient, replica: Replica, end: JsonObject) -> None:
     body = BODY | {"tool_choice": CALL_WEATHER, "seed": 3} | end
-    whole = ask(client, CHAT, body)["choices"][0]
-    chunks, _ = streamed(client, CHAT, body)
+    whole = client.ask(CHAT, body)["choices"][0]
+    chunks, _ = client.streamed(CHAT, body)
     calls = whole["message"].get("tool_calls", [])
     said = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
     content, arguments = shown(chunks), "".join(call["arguments"] for call in streamed_calls(chunks))
@@ -251,3 +236,119 @@ def test_the_openai_clients_own_helpers_parse_calls(replica: Replica) -> None:
 def test_families_are_told_by_their_templates() -> None:
     templates = (*TEMPLATES.values(), CHAT_TEMPLATE, None)
     assert [family_of(template) for template in templates] == [*TEMPLATES, "hermes", "hermes"]
+
+
+# --- turns as clients send them back: cut calls, parts, reasoning, names and ids, for templates that read them ---
+
+TURNS = (
+    "{%- for m in messages -%}<{{ m.role }}|{{ m.name }}|{{ m.tool_call_id }}|{{ m.reasoning_content }}>"
+    "{{ m.content }}{%- for c in m.tool_calls or [] -%}[{{ c.id }} {{ c.function.name }} ARGUMENTS]"
+    "{%- endfor -%}{%- endfor -%}"
+)
+AS_TEXT = TURNS.replace(
+    "ARGUMENTS", "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+)
+BY_ITEM = TURNS.replace(
+    "ARGUMENTS", "{%- for key, value in c.function.arguments | items -%}{{ key }}={{ value }};{%- endfor -%}"
+)
+TOOLS_BY_ITEM = (
+    "{%- for t in tools or [] -%}{%- for name, field in t.function.parameters.properties | items -%}{{ name }}"
+    "{{ field.type }}{{ field.enum | join(',') }}{%- endfor -%}{{ t.function.parameters.required | join(',') }}"
+    "{%- endfor -%}"
+)
+CALL: JsonObject = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.fixture(scope="module")
+def reader(tiny_pair: Pair) -> Iterator[ApiClient]:
+    """A client of a pair whose template reads turns and tools to the ground."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = BY_ITEM + TOOLS_BY_ITEM
+    with served(replace(tiny_pair, tokenizer=tokenizer), num_slots=1, max_length=1000) as client:
+        yield client
+
+
+def rendered(template: str, turns: list[JsonObject], *, plain: bool = False) -> str:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    read = [messages.ChatMessage.model_validate(turn) for turn in turns]
+    return str(tokenizer.decode(encode_messages(tokenizer, messages.shown(read, plain=plain))))
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None}, "<assistant|||>"),
+        ({"content": "x", "annotations": [], "audio": None, "function_call": None}, "<assistant|||>x"),
+        ({"content": None, "refusal": "No."}, "<assistant|||>No."),
+        ({"content": [{"type": "text", "text": "a", "cache_control": {}}, {"type": "refusal", "refusal": "b"}]},
+         "<assistant|||>a\nb"),
+        ({"content": "x", "reasoning_content": "y"}, "<assistant|||y>x"),
+        ({"content": "x", "reasoning": "y", "id": "m1", "parsed": {"a": 1}, "tool_calls": []}, "<assistant|||y>x"),
+        ({"content": None, "tool_calls": [CALL | {"index": 0}]}, '<assistant|||>[call_1 f {"x": 1}]'),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}, "parsed_arguments": {}}}]},
+         '<assistant|||>[ f {"x": 1}]'),
+        ({"tool_calls": [CALL | {"function": {"name": "f"}}]}, "<assistant|||>[call_1 f {}]"),
+        ({"name": "ann", "content": "x", "cache_control": {"type": "ephemeral"}}, "<assistant|ann||>x"),
+        ({"role": "developer", "content": "Be."}, "<system|||>Be."),
+    ],
+)  # fmt: skip
+def test_turns_are_read_as_they_were_given_and_more(message: JsonObject, expected: str) -> None:
+    assert rendered(AS_TEXT, [{"role": "assistant"} | message]) == expected
+
+
+def test_a_result_has_the_id_and_the_name_of_its_call() -> None:
+    turns = [{"role": "assistant", "tool_calls": [CALL]}]
+    for content, text in ((None, ""), ("", ""), ([{"type": "text", "text": "5"}], "5")):
+        result = {"role": "tool", "tool_call_id": "call_1", "content": content}
+        assert rendered(AS_TEXT, [*turns, result]).endswith(f"<tool|f|call_1|>{text}")
+        assert rendered(AS_TEXT, [*turns, result | {"name": "g"}]).endswith(f"<tool|g|call_1|>{text}")
+
+
+@pytest.mark.parametrize("arguments", ['{"x": "abc', "[1, 2]", "5", "not JSON", '{"x": "\\ud800"}', "[" * 5000])
+def test_arguments_that_are_no_object_are_given_as_they_are(reader: ApiClient, arguments: str) -> None:
+    message = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}
+    assert rendered(AS_TEXT, [message]) == f"<assistant|||>[call_1 f {arguments}]"
+    assert rendered(BY_ITEM, [message], plain=True) == f"<assistant|||>[call_1 farguments={arguments};]"
+    if len(arguments) < 500:  # else it is more than the model's context
+        turns = [*QUESTION, message, {"role": "tool", "tool_call_id": "call_1", "content": "bad"}, *QUESTION]
+        reader.ask(CHAT, {"messages": turns, "max_tokens": 2})
+
+
+def test_control_tokens_are_text_wherever_they_stand() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = AS_TEXT
+    call = {"id": "<eos>", "function": {"name": "f", "arguments": {"<pad>": 'a "<eos>" b'}}}
+    message = {"role": "assistant", "content": "<mask>", "reasoning_content": "<eos>", "tool_calls": [call]}
+    ids = encode_messages(tokenizer, [message])
+    assert max(ids) < 256
+    assert tokenizer.decode(ids) == '<assistant|||<eos>><mask>[<eos> f {"<pad>": "a \\"<eos>\\" b"}]'
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | st.text("{a", max_size=3),
+    lambda inside: st.lists(inside, max_size=2) | st.dictionaries(
+        st.sampled_from(["type", "properties", "required", "enum", "items", "$ref", "a"]), inside, max_size=3
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(JSON, JSON, st.sampled_from(["arguments", "parameters", "content", "call", "function", "tool"]))
+@settings(max_examples=120, deadline=None)
+def test_no_body_is_500(reader: ApiClient, odd: Any, other: Any, where: str) -> None:
+    """120 bodies with any JSON in a place of a call or a tool, to a template that reads `properties` and `enum`."""
+    arguments = json.dumps(odd) if isinstance(other, list) else odd
+    call = CALL | {"function": {"name": "f", "arguments": arguments if where == "arguments" else "{}"}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": odd if where == "parameters" else {}}}
+    if where == "function":
+        tool = tool | {"function": odd}
+    if where == "parameters" and isinstance(other, dict):
+        tool["function"]["parameters"] = {"properties": odd, "required": other}
+    turn = {"role": "assistant", "content": odd if where == "content" else "x", "tool_calls": [call]}
+    turns = [*QUESTION, turn | ({"tool_calls": odd} if where == "call" else {})]
+    tools = [odd if where == "tool" else tool]
+    response = reader.send_body(CHAT, {"messages": turns, "tools": tools, "max_tokens": 1})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["param"]

@@ -12,15 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
-from helpers.tiny import EOS_ID, byte_tokenizer
+from helpers import grammars
 from jobs.serving.constraints.coder import END_OF_VALUE, FORMATS, search, text_of
 from jobs.serving.constraints.tools import CallDelta, CallReader, Family, Tool, fitted, grammar_of, whole_calls
 
 JsonObject = dict[str, Any]
 FAMILIES: tuple[Family, ...] = ("hermes", "llama", "coder")
-TOKENIZER = byte_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER, 260, frozenset({EOS_ID}))
 CLOSED = {"additionalProperties": False}
 PLACE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]} | CLOSED
 TEXTS = st.text('ab<>/\n"\\{}é😀 ' + "paramet", max_size=12) | st.sampled_from(
@@ -72,6 +69,11 @@ def calls(draw: st.DrawFn) -> tuple[Tool, JsonObject]:
     return Tool("f", schema), values
 
 
+def tool_of(schema: JsonObject) -> Tool:
+    """A tool with one argument."""
+    return Tool("f", {"type": "object", "properties": {"x": schema}, "required": ["x"]} | CLOSED)
+
+
 def written(family: Family, tool: Tool, arguments: JsonObject) -> str:
     """The call as a model writes it."""
     shown = json.dumps(arguments, ensure_ascii=False)
@@ -88,13 +90,7 @@ def written(family: Family, tool: Tool, arguments: JsonObject) -> str:
 
 
 def takes(family: Family, tool: Tool, text: str) -> bool:
-    automaton = COMPILER.compile(grammar_of(family, [tool], must_call=True, parallel=False)).start()
-    try:
-        for token in TOKENIZER(text)["input_ids"]:
-            automaton.take(token)
-    except GrammarError:
-        return False
-    return automaton.ends() or automaton.allowed((), [EOS_ID]) == [True]
+    return grammars.takes(grammar_of(family, [tool], must_call=True, parallel=False), text)
 
 
 def read(family: Family, tool: Tool, pieces: list[str]) -> tuple[CallReader, list[CallDelta]]:
@@ -110,9 +106,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 @given(calls(), st.lists(st.integers(0, 10**6), max_size=8))
 @settings(max_examples=150, deadline=None)
-def test_what_the_grammar_takes_is_what_is_read_however_it_comes(
-    call: tuple[Tool, JsonObject], cuts: list[int]
-) -> None:
+def test_what_the_grammar_takes_is_what_is_read(call: tuple[Tool, JsonObject], cuts: list[int]) -> None:
     """150 schemas and arguments, in three wordings."""
     tool, arguments = call
     jsonschema.validate(arguments, {**tool.parameters, "$id": "https://example.com/x"})
@@ -156,7 +150,6 @@ def test_a_cut_call_keeps_every_character(call: tuple[Tool, JsonObject], end: in
         (STRING | {"minLength": 2}, "x"),
         (STRING | {"maxLength": 2}, "xyz"),
         (STRING | {"pattern": "^[0-9]+$"}, "1a"),
-        (STRING | {"format": "date"}, "2026-02-30"),
         ({"$ref": "#/$defs/P"}, {"a": "x"}),
         ({"$ref": "#/$defs/T"}, "B"),
         ({"type": "object", "properties": {"deep": {"$ref": "#"}}, "required": ["deep"]}, {"deep": {"y": 1}}),
@@ -165,8 +158,7 @@ def test_a_cut_call_keeps_every_character(call: tuple[Tool, JsonObject], end: in
     ],
 )
 def test_arguments_that_the_schema_forbids_are_not_taken(family: Family, schema: JsonObject, wrong: Any) -> None:
-    root = {"type": "object", "properties": {"x": schema}, "required": ["x"]} | CLOSED
-    tool = Tool("f", root | {"$defs": {"P": PLACE, "T": STRING | {"enum": ["A"]}}})
+    tool = Tool("f", tool_of(schema).parameters | {"$defs": {"P": PLACE, "T": STRING | {"enum": ["A"]}}})
     assert not takes(family, tool, written(family, tool, {"x": wrong}))
 
 
@@ -182,7 +174,7 @@ def test_parameters_without_a_type_are_an_object(family: Family, parameters: Jso
 
 def test_a_string_may_not_end_before_its_least_length() -> None:
     """An early end tag would be read as the end of a value that is too short."""
-    tool = Tool("f", {"properties": {"x": STRING | {"minLength": 3, "maxLength": 99}}, "required": ["x"]})
+    tool = tool_of(STRING | {"minLength": 3, "maxLength": 99})
     early = written("coder", tool, {"x": "ab"}).replace("</function>", "cd\n</parameter>\n</function>")
     assert not takes("coder", tool, early)
 
@@ -209,7 +201,7 @@ UNFOLLOWED: list[tuple[JsonObject, str]] = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("schema", "keyword"), UNFOLLOWED)
-def test_a_keyword_that_no_grammar_enforces_is_refused_by_name_or_dropped(
+def test_a_keyword_that_no_grammar_enforces_is_refused_or_dropped(
     family: Family, schema: JsonObject, keyword: str
 ) -> None:
     properties = {"x": schema, "y": {"type": "integer"}}
@@ -237,20 +229,15 @@ def test_a_keyword_that_no_grammar_enforces_is_refused_by_name_or_dropped(
     ],
 )
 def test_what_forbids_nothing_or_can_be_said_otherwise_is_no_hindrance(family: Family, schema: JsonObject) -> None:
-    shapes = {
-        name: {"type": "object", "properties": {"kind": STRING | {"const": name}}, "required": ["kind"]}
-        for name in ("Cat", "Dog")
-    }
+    kinds = {name: {"kind": STRING | {"const": name}} for name in ("Cat", "Dog")}
+    shapes = {name: {"type": "object", "properties": kind, "required": ["kind"]} for name, kind in kinds.items()}
     tool = Tool("f", {"type": "object", "properties": {"x": schema}, "$defs": shapes, "$schema": "urn:unknown"})
     assert fitted(family, tool, exact=True) == (tool, ())
 
 
 def test_alternatives_of_all_parameters_are_merged_in_qwens_words() -> None:
-    options = [
-        {"properties": {"a": STRING, "c": {"type": "integer"}}, "required": ["a"]},
-        {"properties": {"b": STRING}, "required": ["b"]},
-    ]
-    tool = Tool("f", {"type": "object", "anyOf": options})
+    first = {"properties": {"a": STRING, "c": {"type": "integer"}}, "required": ["a"]}
+    tool = Tool("f", {"type": "object", "anyOf": [first, {"properties": {"b": STRING}, "required": ["b"]}]})
     with pytest.raises(ValueError, match="anyOf"):
         fitted("coder", tool, exact=True)
     looser = fitted("coder", tool, exact=False).tool
@@ -259,7 +246,7 @@ def test_alternatives_of_all_parameters_are_merged_in_qwens_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "matching", "missing"),
+    ("pattern", "matching", "others"),
     [
         ("^ab$", ["ab"], ["xab", "abx"]),
         ("b", ["abc", "\nb\n"], ["ac"]),
@@ -268,11 +255,9 @@ def test_alternatives_of_all_parameters_are_merged_in_qwens_words() -> None:
         (r"^\\$", ["\\"], ["\\\\"]),
     ],
 )
-def test_patterns_are_searched_for_in_texts_without_quotes(
-    pattern: str, matching: list[str], missing: list[str]
-) -> None:
-    tool = Tool("f", {"properties": {"x": STRING | {"pattern": pattern}}, "required": ["x"]})
-    for text in matching + missing:
+def test_patterns_are_searched_for_without_quotes(pattern: str, matching: list[str], others: list[str]) -> None:
+    tool = tool_of(STRING | {"pattern": pattern})
+    for text in matching + others:
         assert takes("coder", tool, written("coder", tool, {"x": text})) == (text in matching)
     assert search("(^a)b") is None
 
@@ -289,7 +274,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_those_of_the_specification(name: str) -> None:
     right, wrong = EXAMPLES[name]
-    tool = Tool("f", {"properties": {"x": STRING | {"format": name}}, "required": ["x"]})
+    tool = tool_of(STRING | {"format": name})
     for family in FAMILIES:
         assert takes(family, tool, written(family, tool, {"x": right})), family
         assert not takes(family, tool, written(family, tool, {"x": wrong})), family
@@ -320,6 +305,6 @@ def test_no_schema_of_one_tool_refuses_a_request_that_is_not_strict(schema: Json
     for family in FAMILIES[::2]:
         tool = Tool("f", schema)
         looser = fitted(family, tool, exact=False).tool
-        COMPILER.compile(grammar_of(family, [looser], must_call=True, parallel=False))
+        grammars.COMPILER.compile(grammar_of(family, [looser], must_call=True, parallel=False))
         with suppress(ValueError):
             fitted(family, tool, exact=True)

@@ -1,6 +1,6 @@
-"""Test cases of a client library against a server, in a process that has the library installed.
+"""Cases of a client library against a server, in a process that has the library installed.
 
-Run by `jobs/bench/clients.py` with the Python of the client's environment, which need not have BlockPilot: this file
+Run by `test_clients.py` with the Python of the client's environment, which need not have BlockPilot: this file
 imports only a client and the standard library. It writes a line of JSON for every case to standard output; the
 libraries' own output goes to standard error. Models are small, so cases check the form of answers only.
 """

@@ -2,8 +2,6 @@
 
 import os
 import secrets
-import subprocess
-import sys
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -26,8 +24,6 @@ from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.native import library
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
-from helpers.patience import patient
-from helpers.stores import CREATE, NUM_CREATORS
 from helpers.tiny import (
     DFLASH2,
     byte_tokenizer,
@@ -156,17 +152,3 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     """The pair of a name: `@pytest.mark.parametrize("pair", [names], indirect=True)`."""
     named: Pair = request.getfixturevalue(request.param)
     return named
-
-
-# --- an MLflow store ---
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new sqlite store, made by several processes at once; a copy of it costs nothing."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    command = [sys.executable, "-c", CREATE, f"sqlite:///{path}"]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(NUM_CREATORS)]
-    errors = [process.communicate(timeout=patient(200))[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * NUM_CREATORS, errors
-    return path

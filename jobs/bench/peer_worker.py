@@ -35,7 +35,7 @@ def blockpilot(settings: dict[str, Any]) -> Decode:
     controller = None
     if settings["chooses"]:
         options = {}
-        price = measure_price(pair, rows=16, context=256)
+        price = measure_price(pair, rows=settings["max_rows"], context=256)
         controller = Controller(AcceptanceModel(pair.block_size - 1), price)
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:

@@ -102,7 +102,7 @@ def peers(config: PeersConfig) -> list[Peer]:
     config.pair.need_draft("a comparison with other engines")
     target, draft = config.pair.models
     shared: dict[str, Any] = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
-    shared |= {"num_drafted": 0, "chooses": False}
+    shared |= {"num_drafted": 0, "chooses": False, "max_rows": max(config.requests)}
     shared |= {"target": str(find_target(target).directory), "draft": str(find_draft(draft).directory)}
     this_python = Path(sys.executable)
     plain: dict[str, dict[str, Any]] = {"plain": {"num_drafted": 0}}

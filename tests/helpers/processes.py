@@ -13,9 +13,10 @@ from typing import NamedTuple
 from helpers.patience import wait_until
 
 # Importing torch, transformers and Ray takes longer than what most tests do: their jobs are forked from one process
-# that has imported them.
+# that has imported them, and MLflow.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["jobs.evaluate", "jobs.serve", "jobs.sweep", "jobs.train", "jobs.train_draft"])
+_JOBS = "evaluate", "serve", "sweep", "train", "train_draft"
+_FORKS.set_forkserver_preload([*(f"jobs.{job}" for job in _JOBS), "helpers.preloaded"])
 
 
 class Job:
@@ -109,6 +110,14 @@ def descendants(ancestor: int, name: str) -> list[int]:
         return pid in parents and (parents[pid] == ancestor or is_below(parents[pid]))
 
     return sorted(pid for pid, command in commands.items() if name in command and is_below(pid))
+
+
+def is_running(pid: int) -> bool:
+    """False once it has ended, though nobody waited for it."""
+    try:
+        return bool((Path("/proc") / str(pid) / "cmdline").read_text())
+    except OSError:
+        return False
 
 
 class Listener(NamedTuple):

@@ -1,11 +1,38 @@
-"""The MLflow store of a test."""
+"""The MLflow store of a test, and trainings without Ray."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from helpers import one_process
+from helpers.processes import Job
+from helpers.stores import CREATE, NUM_CREATORS
+from jobs.common.config import PairConfig
 from jobs.common.registry import Registry
+
+# Ray starts only the processes that jobs ask for.
+os.environ.update(RAY_prestart_worker_first_driver="0", RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new sqlite store, made by several processes at once, for all of pytest's workers; a copy costs nothing."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path, begun = folder / "store" / "mlflow.db", folder / "begun-store"
+    with FileLock(folder / "store.lock"):
+        if not path.exists():
+            begun.mkdir()
+            command = ["-c", CREATE, f"sqlite:///{begun}/mlflow.db"]
+            logs = [folder / f"store-{i}.log" for i in range(NUM_CREATORS)]
+            jobs = [Job(command, cwd=begun, env=os.environ, output=log) for log in logs]
+            assert [job.wait(200) for job in jobs] == [0] * NUM_CREATORS, [job.log for job in jobs]
+            begun.rename(path.parent)
+    return path
 
 
 @pytest.fixture
@@ -15,3 +42,21 @@ def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return Registry.open()
+
+
+@pytest.fixture(scope="session")
+def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
+    """The tiny pair, as a job is told it."""
+    target, draft = map(str, tiny_pair_dirs)
+    return PairConfig(target=target, draft=draft, dtype="float32")
+
+
+@pytest.fixture
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings whose workers and actors are this process."""
+    for place in ("train.connect", "train.scaling_config", "answers.connect", "train_draft.scaling_config"):
+        monkeypatch.setattr(f"jobs.{place}", lambda *_, **__: None)
+    for place in ("train.train", "train_draft.train"):
+        monkeypatch.setattr(f"jobs.{place}", one_process.train)
+    for place in ("answers.pooled", "train_draft.pooled"):
+        monkeypatch.setattr(f"jobs.{place}", one_process.pooled)

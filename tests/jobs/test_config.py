@@ -1,10 +1,22 @@
 """What a job's configuration makes of the machine that it runs on."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from blockpilot.native import library
-from jobs.common.config import pick_dtype
+from jobs import answers, evaluate, sweep, train, train_draft
+from jobs.answers import AnswersConfig
+from jobs.common.config import Config, pick_dtype
+from jobs.evaluation.inputs import EvaluateConfig
+from jobs.sweep import SweepConfig
+from jobs.training.config import TrainConfig
+from jobs.training.draft import TrainDraftConfig
+
+OUTPUT = Path("runs/x")
 
 
 @pytest.mark.parametrize(
@@ -28,3 +40,21 @@ def test_dtype_is_what_the_device_is_good_at(
 def test_without_a_compiler_bfloat16_is_not_exact_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "reason_without", lambda dtype, device: "no cc")
     assert library.fastest_dtype(torch.device("cpu")) == ("float32", "no layers in C: no cc")
+
+
+@pytest.mark.parametrize(
+    ("run", "config"),
+    [
+        (sweep.run, SweepConfig(output=str(OUTPUT))),
+        (train.run, TrainConfig(output=OUTPUT)),
+        (evaluate.run, EvaluateConfig(prompts=("demo",), output=OUTPUT)),
+        (answers.run, AnswersConfig(answers=OUTPUT)),
+        (train_draft.run, TrainDraftConfig(output=OUTPUT)),
+    ],
+)
+def test_a_submitted_job_needs_an_absolute_output(
+    run: Callable[[Any], object], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(ValueError, match="runs/x: must be absolute in a submitted job"):
+        run(config)

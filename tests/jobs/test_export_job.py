@@ -1,4 +1,4 @@
-"""The export job on a sweep that is really made here: the file says what the rows and the price say."""
+"""The export job on a synthetic sweep: the file says what the rows and the price say."""
 
 import json
 from pathlib import Path
@@ -10,42 +10,31 @@ import yaml
 
 from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.evaluation.static import PromptTotals, choose_static
-from blockpilot.pairs.loading import Pair
-from blockpilot.prompts.files import Message, Prompt
+from blockpilot.pairs.checkpoints import EMBEDDED_DRAFT_DIRECTORY
+from blockpilot.pairs.table import EMBEDDED_DRAFT
 from blockpilot.sweep.rows import read_parts, write_rows
-from blockpilot.sweep.sweep import sweep_prompts
-from blockpilot.types import PairId
 from helpers.command_line import error_of
 from helpers.prices import price
-from helpers.sweeps import metadata
-from jobs.export import ExportConfig, draft_place, run, sglang_options, vllm_options
+from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
+from jobs.export import ExportConfig, run, sglang_options, vllm_options
 
-CANDIDATES = (1, 2, 4, 8)
+EMBEDDED = PAIR._replace(draft=EMBEDDED_DRAFT)
 
 
 @pytest.fixture(scope="module")
-def sweep(embedded_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four prompts in two parts, and a price with which depth pays for few rows."""
-    folder = tmp_path_factory.mktemp("sweep")
-    texts = ("Name three fruits.", "What is 17 + 25?", "Why is the sky blue?", "Write a haiku.")
-    prompts = [Prompt("questions", (Message("user", text),)) for text in texts]
-    known = metadata(
-        pair=embedded_pair.id,
-        vocab_size=embedded_pair.vocab_size,
-        candidates=list(CANDIDATES),
-        config={"temperature": 0.0},
-    )
+    folder, rows = tmp_path_factory.mktemp("sweep"), synthetic_rows(4, 0, trails=0.8)
     for part in (0, 1):
-        settings: dict[str, Any] = {"max_new_tokens": 20}
-        swept = sweep_prompts(embedded_pair, prompts[part::2], CANDIDATES, **settings)
-        write_rows(folder / "rows" / f"part-{part}.parquet", swept.rows, known)
-    write_price(folder, embedded_pair.id, token_s=0.1)
+        known = metadata(pair=EMBEDDED, config={"temperature": 0.0})
+        write_rows(folder / "rows" / f"part-{part}.parquet", rows[part::2], known)
+    write_price(folder, token_s=0.1)
     return folder
 
 
-def write_price(folder: Path, pair: PairId, **changes: Any) -> Path:
+def write_price(folder: Path, **changes: Any) -> Path:
     file = folder / PRICE_FILE
-    file.write_text(price(pair=pair, rows=8, **changes).to_json())
+    file.write_text(price(**{"pair": EMBEDDED, "rows": 8, **changes}).to_json())
     return file
 
 
@@ -55,18 +44,16 @@ def best_numbers(sweep: Path, step_price: StepPrice, most: int) -> list[int]:
     tau = {
         size: sum(row.taus[i] * row.num_steps[i] for row in rows) / sum(row.num_steps[i] for row in rows)
         for i, size in enumerate(CANDIDATES)
-    }
+    } | {1: 1.0}
     return [
-        max(CANDIDATES, key=lambda size: tau[size] / step_price.chains_s(size, batch)) - 1
+        max(sorted(tau), key=lambda size: tau[size] / step_price.chains_s(size, batch)) - 1
         for batch in range(1, most + 1)
     ]
 
 
 @pytest.mark.parametrize("token_s", [0.0, 0.02, 0.3])
-def test_vllm_gets_the_fastest_number_of_every_batch_size(
-    sweep: Path, embedded_pair: Pair, tmp_path: Path, token_s: float
-) -> None:
-    place = write_price(tmp_path, embedded_pair.id, token_s=token_s)
+def test_vllm_gets_the_fastest_number_of_every_batch_size(sweep: Path, tmp_path: Path, token_s: float) -> None:
+    place = write_price(tmp_path, token_s=token_s)
     exported = run(ExportConfig(sweep=str(sweep), price=str(place), max_batch_size=12, output=tmp_path))
     options = json.loads(exported.file.read_text())
     best = best_numbers(sweep, read_price(place), 12)
@@ -75,13 +62,13 @@ def test_vllm_gets_the_fastest_number_of_every_batch_size(
     assert schedule[0][0] == 1
     assert options == {
         "method": "dflash",
-        "model": draft_place(embedded_pair.id.draft),
+        "model": str(EMBEDDED_DRAFT_DIRECTORY),
         "num_speculative_tokens": max(best),
     }
 
 
 def test_the_single_number_is_the_best_for_all_batch_sizes_together(
-    sweep: Path, embedded_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported = run(ExportConfig(sweep=str(sweep), single=True, output=tmp_path))
     options = json.loads(exported.file.read_text())
@@ -100,13 +87,13 @@ def test_the_single_number_is_the_best_for_all_batch_sizes_together(
         assert line[3].startswith(f"{choice.speedup.value:.2f} ({choice.speedup.low:.2f} to ")
 
 
-def test_sglang_counts_the_anchor_among_the_draft_tokens(sweep: Path, embedded_pair: Pair, tmp_path: Path) -> None:
+def test_sglang_counts_the_anchor_among_the_draft_tokens(sweep: Path, tmp_path: Path) -> None:
     exported = run(ExportConfig(sweep=str(sweep), engine="sglang", output=tmp_path))
     options = yaml.safe_load(exported.file.read_text())
     assert exported.file.suffix == ".yaml"
     assert options["speculative-algorithm"] == "DFLASH"
     assert options["speculative-num-draft-tokens"] == exported.chosen.single
-    place = write_price(tmp_path, embedded_pair.id, token_s=0.02, is_sequential=True)
+    place = write_price(tmp_path, token_s=0.02, is_sequential=True)
     exported = run(ExportConfig(sweep=str(sweep), price=str(place), engine="sglang", output=tmp_path))
     options = yaml.safe_load(exported.file.read_text())
     numbers = {name: options[f"speculative-{name}"] for name in ("algorithm", "num-steps", "eagle-topk")}
@@ -122,22 +109,22 @@ def test_a_draft_of_the_hub_is_named_with_the_revision_that_was_swept() -> None:
     assert sglang_options(chosen, metadata(), "dflash")["speculative-draft-model-revision"] == "rev-d"
 
 
-def test_where_drafting_does_not_pay_there_is_no_file(sweep: Path, embedded_pair: Pair, tmp_path: Path) -> None:
-    place = write_price(tmp_path, embedded_pair.id, token_s=50.0)
+def test_where_drafting_does_not_pay_there_is_no_file(sweep: Path, tmp_path: Path) -> None:
+    place = write_price(tmp_path, token_s=50.0)
     for engine in ("vllm", "sglang"):
         with pytest.raises(ValueError, match="plain decoding is the fastest: serve without a draft"):
             run(ExportConfig(sweep=str(sweep), price=str(place), engine=engine, output=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_what_does_not_fit_together_is_refused_by_name(sweep: Path, embedded_pair: Pair, tmp_path: Path) -> None:
-    other = write_price(tmp_path, embedded_pair.id._replace(draft_revision="other"))
+def test_what_does_not_fit_together_is_refused_by_name(sweep: Path, tmp_path: Path) -> None:
+    other = write_price(tmp_path, pair=EMBEDDED._replace(draft_revision="other"))
     with pytest.raises(ValueError, match=r"not of the same models \(pair\.draft_revision: 'other' and"):
         run(ExportConfig(sweep=str(sweep), price=str(other), output=tmp_path))
     with pytest.raises(ValueError, match="rows: no such file"):
         run(ExportConfig(sweep=str(tmp_path), output=tmp_path))
     part = next(read_parts(sweep / "rows"))
     write_rows(tmp_path / "one" / "rows" / "part-0.parquet", part.rows[:1], part.metadata)
-    write_price(tmp_path / "one", embedded_pair.id)
+    write_price(tmp_path / "one")
     error = error_of(ExportConfig, run, f"--sweep {tmp_path / 'one'} --output {tmp_path}")
     assert error == "error: 1 prompts: intervals need at least 2\n"

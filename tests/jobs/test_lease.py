@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from blockpilot.storage import file_names, write_text
 from helpers.leases import take_over
 from helpers.patience import patient, wait_until
+from helpers.processes import Job
 from helpers.s3 import s3_server
 from jobs.common import lease
 from jobs.common.lease import LEASE_FILE, Lease
@@ -76,21 +76,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def hold(place: Path) -> Iterator["subprocess.Popen[str]"]:
+def hold(place: Path) -> Iterator[Job]:
     """Another process that holds the lease; killed when the block ends."""
-    command = [sys.executable, "-c", HOLDER, str(place)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
-
-
-def test_a_lease_is_gone_with_its_block(tmp_path: Path) -> None:
-    for _ in range(2):
-        with Lease(tmp_path / "output"):
-            assert (tmp_path / "output" / LEASE_FILE).exists()
-        assert not list((tmp_path / "output").iterdir())
+    holder = Job(["-c", HOLDER, place], cwd=place, env=os.environ, output=place.with_suffix(".said"))
+    holder.wait_for(lambda: "held\n" in holder.log)
+    yield holder
+    holder.kill()
 
 
 def test_a_living_holder_is_not_disturbed_and_a_killed_one_is_succeeded_at_once(
@@ -125,13 +116,12 @@ def test_a_lease_of_a_lost_host_or_a_damaged_one_is_taken_over_after_a_wait(
 
 def test_a_holder_that_slept_learns_that_it_was_succeeded(tmp_path: Path) -> None:
     with hold(tmp_path) as sleeper:
-        sleeper.send_signal(signal.SIGSTOP)
+        os.kill(sleeper.pid, signal.SIGSTOP)
         with Lease(tmp_path) as mine:
-            sleeper.send_signal(signal.SIGCONT)
-            assert sleeper.wait(patient(20)) == 1
+            os.kill(sleeper.pid, signal.SIGCONT)
+            assert sleeper.wait(20) == 1
             mine.check()
-            assert sleeper.stdout is not None
-            assert f"process id {os.getpid()} on {socket.gethostname()} has taken over" in sleeper.stdout.read()
+            assert f"process id {os.getpid()} on {socket.gethostname()} has taken over" in sleeper.log
     assert not (tmp_path / LEASE_FILE).exists()
 
 
@@ -140,9 +130,10 @@ def test_of_many_that_start_at_once_one_gets_in(kind: str, tmp_path: Path) -> No
     for i in range(2):
         place = tmp_path / str(i)
         place.mkdir()
-        command = [sys.executable, "-c", RACE, str(place), kind, "8", str(patient(0.5))]
-        race = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(60))
-        assert race.stdout.splitlines()[-1] == "1 inside, 7 refused; []", race.stdout
+        command = ["-c", RACE, place, kind, "8", patient(0.5)]
+        race = Job(command, cwd=tmp_path, env=os.environ, output=tmp_path / f"{i}.said")
+        assert race.wait(60) == 0, race.log
+        assert race.log.splitlines()[-1] == "1 inside, 7 refused; []", race.log
 
 
 def test_of_many_that_start_at_once_on_an_object_store_one_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:

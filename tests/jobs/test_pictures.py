@@ -1,47 +1,20 @@
-"""Pictures that evaluations, sweeps and trainings write beside their output."""
+"""Pictures and tables of a sweep."""
 
 from dataclasses import replace
-from itertools import product
-from pathlib import Path
 
 import pytest
 
-from blockpilot.evaluation.statistics import MethodRun, Totals
-from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow
 from blockpilot.sweep.summary import Summary
 from helpers.prices import price
 from helpers.sweeps import PAIR, metadata, synthetic_rows
-from jobs.common.registry import Registry
-from jobs.evaluation import inputs, result
-from jobs.evaluation.actor import Setting
-from jobs.evaluation.inputs import ORACLE, POLICY, EvaluateConfig, Plan
 from jobs.sweeping.screen import pictures, show
 
 PRICE = price(pair=PAIR, rows=4, row_s=0.1, launch_s=0.2, slot_s=0.05, token_s=0.05, error=0.034)
-SPEEDS = {"AR": 10.0, "B=2": 12.0, "B=4": 14.0, POLICY: 14.5, ORACLE: 15.0}
 
 
 def is_png(content: bytes) -> bool:
     return content.startswith(b"\x89PNG")
-
-
-def test_an_evaluation_draws_its_figures_and_logs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    prompts = tuple(Prompt(name, (Message("user", f"{name} {i}"),)) for name in ("maths", "code") for i in range(2))
-    plan = Plan(prompts, inputs.group(prompts, 1), None, {POLICY: tmp_path}, None, None)
-    methods = {name: {"AR": 1, "B=2": 2, "B=4": 4}.get(name) for name in SPEEDS}
-    runs = [
-        MethodRun(name, number, 0, Totals(1, 100, 100 / speed + 0.1 * number, 90, 40, 9.0, 40, 99, 120, 1))
-        for number, (name, speed) in product(range(len(prompts)), SPEEDS.items())
-    ]
-    config = EvaluateConfig(prompts=("demo",), output=tmp_path / "evaluate")
-    result.save(config, plan, Setting(PAIR, "float32", "cpu", methods, PRICE, 64, {}, {}, {}), runs)
-    assert all(is_png((config.output / name).read_bytes()) for name in result.PICTURES)
-    registry = Registry.open()
-    logged = result.log(config.output, registry)
-    files = {item.path for item in registry._client.list_artifacts(logged.run_id)}
-    assert files >= {*result.PICTURES, result.RESULT_FILE, result.TABLE_FILE}
 
 
 def with_trees(row: SweepRow) -> SweepRow:

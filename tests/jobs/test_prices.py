@@ -1,6 +1,7 @@
 """Step costs that a server keeps: read again, checked, and measured anew if they are damaged, old or not today's."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -16,14 +17,23 @@ from jobs.common.prices import LONGEST_AGE_S, kept_price
 ROWS, CONTEXT = 2, 10
 
 
+@pytest.fixture(scope="module")
+def first(tiny_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a first start."""
+    folder = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prices, "MOST_ERROR", np.inf)
+        kept_price(tiny_pair, ROWS, CONTEXT, folder)
+    [file] = folder.iterdir()
+    return file
+
+
 @pytest.fixture
-def file(tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a first start. Timed steps of this tiny pair differ by more than those of a real one."""
+def file(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it. Timed steps of this tiny pair differ by more than those of a real one."""
     monkeypatch.setattr(prices, "TOLERANCE", 4.0)
     monkeypatch.setattr(prices, "MOST_ERROR", np.inf)
-    kept_price(tiny_pair, ROWS, CONTEXT, tmp_path)
-    [file] = tmp_path.iterdir()
-    return file
+    return Path(shutil.copy(first, tmp_path))
 
 
 def test_a_second_start_keeps_the_ratios_of_the_first(

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 import traceback
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from helpers.policies import step_policy, tiny_policy
 from helpers.processes import Job
 from helpers.servers import free_port
 from helpers.stores import NUM_CREATORS
+from helpers.trainings import ROOT, environment
 from jobs.common.ray_train import MetricLog
 from jobs.common.registry import HeldOut, Registry, Version, model_name, tracking_uri
-from jobs.promote import MIN_PROMPTS, PromoteConfig
+from jobs.promote import MIN_PROMPTS, PromoteConfig, _judge
 from jobs.promote import run as promote
 from jobs.serving.champions import ChampionWatch
 from jobs.training.config import TrainConfig
@@ -32,7 +32,6 @@ PAIR = PairId(TARGET, "1", "draft", "2")
 ALONE = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12, num_prompts=MIN_PROMPTS)
 GOOD = dataclasses.replace(ALONE, untrained_ratio=1.03, untrained_ratio_low=1.01, untrained_ratio_high=1.05)
 """Beats the untrained choice, too."""
-ROOT = Path(__file__).parents[2]
 
 
 def a_policy(seed: int = 0) -> PromptPolicy:
@@ -248,106 +247,86 @@ def over_untrained(low: float, high: float, figures: HeldOut = GOOD) -> HeldOut:
     return dataclasses.replace(figures, untrained_ratio=ratio, untrained_ratio_low=low, untrained_ratio_high=high)
 
 
+def a_version(number: int, figures: HeldOut | None, **tags: str) -> Version:
+    held_out = (
+        {f"heldout.{name}": str(value) for name, value in dataclasses.asdict(figures).items()} if figures else {}
+    )
+    return Version(MODEL, number, None, PAIR._asdict() | held_out | tags)
+
+
 FEW = dataclasses.replace(GOOD, num_prompts=MIN_PROMPTS - 1)
 SLOW = dataclasses.replace(GOOD, policy_speed=27.0, speed_ratio_low=0.9, speed_ratio_high=0.99)
+AS_FAST = dataclasses.replace(GOOD, policy_speed=27.9, speed_ratio_low=0.95, speed_ratio_high=1.0)
+SLOWER = "slower than the best fixed block size on held-out prompts, 0.964 (0.900 to 0.990) of its speed"
 NOT_BESIDE = "not measured beside the untrained choice; run jobs/evaluate.py with baseline 'untrained'"
-
-
-@pytest.mark.parametrize("kind", ["prompt", "step"])
-def test_the_first_champion_must_beat_what_needs_no_training(
-    registry: Registry, kind: Kind, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slow = "slower than the best fixed block size on held-out prompts"
-    not_beaten = "does not beat the untrained choice"
-    refused = [
-        (None, "no held-out figures; run jobs/evaluate.py on it first"),
-        (FEW, "measured on 11 held-out prompts, at least 12 are needed; run jobs/evaluate.py on more"),
-        (SLOW, f"{slow}, 0.964 (0.900 to 0.990) of its speed"),
-        (ALONE, NOT_BESIDE),
-        (over_untrained(1.0, 1.1), f"{not_beaten}, 1.050 (1.000 to 1.100) of its speed"),
-        (over_untrained(0.8, 0.9), f"{not_beaten}, 0.850 (0.800 to 0.900) of its speed"),
-        (over_untrained(math.nan, math.nan), f"{not_beaten}, - of its speed"),
-    ]
-    for seed, (figures, reason) in enumerate(refused):
-        number = register(registry, seed, figures, kind=kind).number
-        result = promote(PromoteConfig())
-        assert (result.promoted, result.reason, result.champion) == (False, reason, None)
-        assert f"{MODEL} version {number} is not the champion: {reason}" in capsys.readouterr().out
-    assert registry.find_champion(MODEL) is None
-
-
-def test_the_first_champion_may_be_as_fast_as_the_best_fixed_block_size(
-    registry: Registry, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A force that was not needed leaves no tag."""
-    register(registry, 1, dataclasses.replace(GOOD, policy_speed=27.9, speed_ratio_low=0.95, speed_ratio_high=1.0))
-    assert promote(PromoteConfig(force=True)).promoted
-    assert capsys.readouterr().out == f"promote: {MODEL} version 1 is the champion: the first champion of its model\n"
-    champion = registry.champion(MODEL)
-    assert champion.number == 1
-    assert "promoted.forced" not in champion.tags
-    again = promote(PromoteConfig())
-    assert (again.promoted, again.reason) == (True, "it already was")
-
-
-@pytest.mark.parametrize("kind", ["prompt", "step"])
-def test_a_challenger_must_beat_the_champion(registry: Registry, kind: Kind) -> None:
-    register(registry, 1, GOOD, kind=kind)
-    promote(PromoteConfig())
-    not_beaten = "does not beat champion version 1"
-    refused = [
-        (None, "no held-out figures"),
-        (beside(1, 1.1, 1.3, SLOW), "slower than the best fixed block size"),
-        (GOOD, "not measured beside champion version 1; run jobs/evaluate.py on it again"),
-        (beside(7, 1.1, 1.3), "not measured beside champion version 1"),
-        (beside(1, 1.0, 1.1), f"{not_beaten}, 1.050 (1.000 to 1.100) of its speed"),
-        (beside(1, 0.8, 0.9), f"{not_beaten}, 0.850 (0.800 to 0.900) of its speed"),
-        (over_untrained(0.99, 1.02, beside(1, 1.01, 1.2)), "does not beat the untrained choice, 1.005"),
-    ]
-    for seed, (figures, reason) in enumerate(refused):
-        register(registry, 2 + seed, figures, kind=kind)
-        result = promote(PromoteConfig(model=MODEL))
-        assert (result.promoted, result.champion) == (False, 1)
-        assert reason in result.reason
-        assert registry.champion(MODEL).number == 1
-    follower = register(registry, 10, beside(1, 1.001, 1.08), kind=kind).number
-    late = register(registry, 11, beside(1, 1.1, 1.2), kind=kind).number
-    result = promote(PromoteConfig(version=follower))
-    assert (result.promoted, result.reason, result.champion) == (True, "it follows version 1", follower)
-    assert registry.champion(MODEL).number == follower
-    result = promote(PromoteConfig(version=late))  # another champion came in between
-    assert not result.promoted
-    assert f"not measured beside champion version {follower}; run" in result.reason
+NOT_BESIDE_1 = "not measured beside champion version 1; run jobs/evaluate.py on it again"
+UNTRAINED, FIRST = "does not beat the untrained choice", "does not beat champion version 1"
 
 
 @pytest.mark.parametrize(
-    "change", [{"draft": "another"}, {"draft_revision": "3"}, {"target_revision": "9"}, {"format": "2"}]
+    ("figures", "reason"),
+    [
+        (None, "no held-out figures; run jobs/evaluate.py on it first"),
+        (FEW, "measured on 11 held-out prompts, at least 12 are needed; run jobs/evaluate.py on more"),
+        (SLOW, SLOWER),
+        (ALONE, NOT_BESIDE),
+        (over_untrained(1.0, 1.1), f"{UNTRAINED}, 1.050 (1.000 to 1.100) of its speed"),
+        (over_untrained(0.8, 0.9), f"{UNTRAINED}, 0.850 (0.800 to 0.900) of its speed"),
+        (over_untrained(math.nan, math.nan), f"{UNTRAINED}, - of its speed"),
+    ],
 )
-def test_the_champion_of_another_pair_or_format_is_not_compared(registry: Registry, change: dict[str, str]) -> None:
-    """Of a format that cannot be decoded with, nothing can be measured beside it."""
-    register(registry, 1, GOOD)
-    promote(PromoteConfig())
-    for seed, figures in ((2, SLOW), (3, GOOD), (4, GOOD)):
-        registry.tag_version(register(registry, seed, figures), change)
-        reason = promote(PromoteConfig()).reason
-        expected = {2: "slower than the best", 3: "it follows version 1", 4: "not measured beside champion version 3"}
-        assert reason.startswith(expected[seed])
+def test_a_champion_must_beat_what_needs_no_training(figures: HeldOut | None, reason: str) -> None:
+    """The first one, and one that follows another, whatever it is beside that."""
+    assert _judge(a_version(2, figures), None) == (False, reason)
+    beaten = figures and beside(1, 1.1, 1.3, figures)
+    assert _judge(a_version(2, beaten), a_version(1, GOOD)) == (False, reason)
 
 
-def test_force_is_recorded(registry: Registry) -> None:
-    register(registry, 1, ALONE, kind="step")
-    assert promote(PromoteConfig(force=True)).promoted
-    assert registry.champion(MODEL).tags["promoted.forced"] == NOT_BESIDE
-    register(registry, 2, beside(1, 0.9, 1.1), kind="step")
-    assert promote(PromoteConfig(force=True)).promoted
-    reason = "does not beat champion version 1, 1.000 (0.900 to 1.100) of its speed"
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        (GOOD, NOT_BESIDE_1),
+        (beside(7, 1.1, 1.3), NOT_BESIDE_1),
+        (beside(1, 1.0, 1.1), f"{FIRST}, 1.050 (1.000 to 1.100) of its speed"),
+        (beside(1, 0.8, 0.9), f"{FIRST}, 0.850 (0.800 to 0.900) of its speed"),
+        (beside(1, math.nan, math.nan), f"{FIRST}, - of its speed"),
+        (beside(1, 1.001, 1.08, AS_FAST), ""),
+    ],
+)
+def test_a_challenger_must_beat_the_champion_of_its_pair_and_format(figures: HeldOut, reason: str) -> None:
+    """Beside one of another pair, or of a format that cannot be decoded with, nothing can be measured."""
+    assert _judge(a_version(2, figures), a_version(1, GOOD)) == (not reason, reason or "it follows version 1")
+    for change in ({"draft": "another"}, {"draft_revision": "3"}, {"target_revision": "9"}, {"format": "2"}):
+        assert _judge(a_version(2, figures), a_version(1, GOOD, **change)) == (True, "it follows version 1")
+
+
+def test_promotion_moves_the_alias_and_records_force(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of policies of both kinds. The first champion may be as fast as the best fixed block size."""
+
+    def promoted(figures: HeldOut | None, kind: Kind = "prompt", force: bool = False) -> tuple[bool, int | None]:
+        register(registry, 0, figures, kind=kind)
+        result = promote(PromoteConfig(model=MODEL, force=force))
+        return result.promoted, result.champion
+
+    assert promoted(None) == (False, None)
+    assert registry.find_champion(MODEL) is None
+    assert f"{MODEL} version 1 is not the champion: no held-out figures; run " in capsys.readouterr().out
+    assert promoted(AS_FAST, force=True) == (True, 2)
+    assert capsys.readouterr().out == f"promote: {MODEL} version 2 is the champion: the first champion of its model\n"
+    assert "promoted.forced" not in registry.champion(MODEL).tags  # it was not needed
+    assert promote(PromoteConfig()).reason == "it already was"
+    assert promoted(beside(2, 0.9, 1.1), "step") == (False, 2)
+    assert registry.champion(MODEL).number == 2
+    assert promoted(beside(2, 0.9, 1.1), "step", force=True) == (True, 4)
+    reason = "does not beat champion version 2, 1.000 (0.900 to 1.100) of its speed"
     assert registry.champion(MODEL).tags["promoted.forced"] == reason
+    assert promoted(beside(4, 1.01, 1.1)) == (True, 5)
+    assert promote(PromoteConfig(version=3)).reason.startswith("not measured beside champion version 5")
 
 
 def test_a_refusal_is_one_line_and_status_2(registry: Registry, tmp_path: Path) -> None:
     register(registry)
-    environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
-    job = Job([ROOT / "jobs" / "promote.py"], cwd=tmp_path, env=environment, output=tmp_path / "said")
+    job = Job([ROOT / "jobs" / "promote.py"], cwd=tmp_path, env=environment(), output=tmp_path / "said")
     reason = "no held-out figures; run jobs/evaluate.py on it first"
     assert job.wait(100) == 2
     assert job.log == f"promote: {MODEL} version 1 is not the champion: {reason}\nerror: not promoted: {reason}\n"

@@ -1,15 +1,19 @@
 """The sweep job as a user runs it: by command, killed at any moment, continued, submitted to a cluster."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import ray
@@ -19,21 +23,24 @@ from safetensors.torch import load_file, save_file
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.storage import file_names
-from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
+from blockpilot.sweep.rows import Metadata, Reject, SweepRow, read_file, write_rows
 from blockpilot.sweep.sweep import sweep_prompts
 from helpers.clusters import RAY, free_ports, head_node
 from helpers.command_line import error_of
-from helpers.patience import patient
+from helpers.patience import patient, wait_until
 from helpers.processes import Job, descendants
 from helpers.s3 import s3_server
-from helpers.sweeps import read_sweep
+from helpers.sweep_workers import KnownRows
+from helpers.sweeps import metadata, read_sweep, synthetic_rows
+from helpers.trainings import ROOT, environment
 from jobs.common import lease
-from jobs.common.config import ConfigError, PairConfig
+from jobs.common.cluster import connect, new_actor
+from jobs.common.config import ConfigError, PairConfig, Resources
 from jobs.common.lease import Lease
 from jobs.sweep import SweepConfig, _cut, _identity, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
+from jobs.sweeping.scheduler import Scheduler, SweepTask
 
-ROOT = Path(__file__).parents[2]
 CANDIDATES = (1, 2, 4)
 SETTINGS = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
 TOO_LONG = "x" * 1100  # the tiny target's context is 1024
@@ -49,10 +56,9 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path) -> SweepConfig:
-    target, draft = tiny_pair_dirs
+def config(pair_config: PairConfig, prompt_file: Path, tmp_path: Path) -> SweepConfig:
     return SweepConfig(
-        pair=PairConfig(target=str(target), draft=str(draft), dtype="float32"),
+        pair=pair_config,
         prompts=(str(prompt_file),),
         candidates=CANDIDATES,
         prompts_per_shard=2,
@@ -81,8 +87,11 @@ def expected(
     """Part name -> rows, replayed here, shard by shard, with nobody being killed."""
     output = str(tmp_path_factory.mktemp("expected"))
     config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
-    shards, folder = open_sweep(config)
-    return {s.part: sweep_prompts(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
+    return replayed(tiny_pair, *open_sweep(config))
+
+
+def replayed(pair: Pair, shards: Sequence[SweepShard], folder: SweepFolder) -> dict[str, list[SweepRow]]:
+    return {s.part: sweep_prompts(pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
 
 
 def open_sweep(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
@@ -133,19 +142,12 @@ def test_a_sweep_needs_a_candidate() -> None:
         SweepConfig(candidates=())
 
 
-def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    with pytest.raises(ValueError, match="output runs/x: must be absolute in a submitted job"):
-        run(SweepConfig(output="runs/x"))
-
-
-def test_the_output_may_be_a_uri(
-    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_may_be_a_uri(config: SweepConfig, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(monkeypatch) as bucket:
-        config = config.model_copy(update={"output": f"{bucket}/by-uri"})
+        config = config.model_copy(update={"output": f"{bucket}/by-uri", "prompts_per_shard": 8})
         with Lease(config.output) as held:
             shards, folder = open_sweep(config)
+            expected = replayed(tiny_pair, shards, folder)
             OpenSweep(config, shards, folder, metadata_of(folder, tiny_pair), expected).write(*shards)
             folder.write_rejects([])
             held.check()
@@ -303,26 +305,7 @@ def test_rows_and_files_of_others_do_not_join(opened: OpenSweep) -> None:
         run(config)
 
 
-# Whole runs
-
-
-def sweep_job(
-    config: SweepConfig, *options: str, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None
-) -> Job:
-    """The job as a user starts it, in the project's directory; on the cluster at `address` if there is one."""
-    env = environment() | ({"RAY_ADDRESS": address} if address else {})
-    return Job([script, *command(config), *options], cwd=ROOT, env=env, output=Path(f"{config.output}.log"))
-
-
-def environment() -> dict[str, str]:
-    mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k.startswith("RAY_AUTH_")}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return mine | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
-
-
-def finish(job: Job) -> str:
-    assert job.wait(120) == 0, job.log
-    return job.log
+# Lost workers and whole runs
 
 
 def parts(config: SweepConfig) -> list[Path]:
@@ -338,42 +321,88 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
     assert "tokens: at most 1023 leave room for an answer (the model's limit is 1024 tokens)" in reject["error"]
 
 
-FATAL = "question 9?"
-FATAL_PROMPT_JOB = """
-import os, jobs.sweep
-from jobs.common.config import main
+@contextlib.contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file of this process may be longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-class SweepWorker(jobs.sweep.SweepWorker):
-    def sweep(self, prompts, *settings):
-        if any(prompt.text == "question 9?" for prompt in prompts):
-            os._exit(1)
-        return super().sweep(prompts, *settings)
 
-jobs.sweep.SweepWorker = SweepWorker
-main(jobs.sweep.SweepConfig, jobs.sweep.run)
-"""
-FULL_DISK_JOB = """
-import resource
-from jobs.common.cluster import connect
-from jobs.common.config import main
-from jobs.sweep import SweepConfig, run
-
-connect()  # Ray's own processes are not limited
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-main(SweepConfig, run)
-"""
+def test_a_full_disk_costs_no_row(opened: OpenSweep) -> None:
+    """What was written stays, and what was not is left; the job ends with one line."""
+    config, (first, second, *_), folder, metadata, expected = opened
+    opened.write(first)
+    before = {part: part.stat().st_mtime_ns for part in parts(config)}
+    with pytest.raises(OSError, match="File too large"), full_disk(4096):
+        folder.write(second, expected[second.part], metadata)
+    with full_disk(400):  # room for a lease
+        error = error_of(SweepConfig, run, " ".join(command(config)))
+    assert error.startswith("error: [Errno 27] File too large")
+    assert {part: part.stat().st_mtime_ns for part in parts(config)} == before
+    assert next(iter(left(config).items())) == (second.part, texts(folder, second))
 
 
 @pytest.mark.ray
-def test_neither_kills_nor_a_full_disk_nor_a_fatal_prompt_cost_other_prompts(
-    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+@pytest.mark.filterwarnings("ignore")  # of Ray
+def test_neither_a_lost_node_nor_a_fatal_prompt_cost_other_prompts(
+    config: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker is killed, then the whole job; the next one has no room for another row; the last one meets a prompt
-    that kills its workers.
-    """
+    """Of two nodes one is killed while its worker works; the other one's finishes, every prompt once."""
+    rows = {row.prompt: row for row in synthetic_rows(40, 0)}
+    asked, fatal = tmp_path / "many.jsonl", next(iter(rows))
+    asked.write_text("".join(json.dumps({"prompt": prompt, "set": "synthetic"}) + "\n" for prompt in rows))
+    changes = {"prompts": (str(asked),), "seed": 0, "temperature": 0.0}
+    config = config.model_copy(update=changes)
     shards, folder = open_sweep(config)
-    (fatal,) = (shard for shard in shards if FATAL in texts(folder, shard))
-    job = sweep_job(config)
+    (fatal_part,) = (shard.part for shard in shards if fatal in texts(folder, shard))
+
+    def start() -> tuple[Any, Any]:
+        worker = new_actor(KnownRows, Resources(), metadata(), rows, fatal)
+        return worker, worker.load.remote()
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "dashboard_port": free_ports()[0]})
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        connect()  # to the head, since there is no other node yet
+        node = cluster.add_node(num_cpus=1)
+        raylet = node.all_processes["raylet"][0].process.pid
+        rejects, lost_after = list[Reject](), 0
+        tasks = [SweepTask(shard, folder.left(shard)) for shard in shards]
+        for task, outcome in Scheduler(folder, start, num_actors=2, max_attempts=2).work(tasks):
+            folder.write(task.shard, outcome.rows, metadata())
+            rejects += outcome.rejects
+            if lost_after:
+                continue
+            wait_until(lambda: descendants(raylet, "ray::KnownRows"), 60)
+            if descendants(raylet, "ray::KnownRows.sweep"):
+                lost_after = len(parts(config))
+                cluster.remove_node(node, allow_graceful=False)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    said = capsys.readouterr().out
+    tried_again = set(re.findall("trying (.*) again, its worker died", said))
+    assert fatal_part in tried_again
+    assert len(tried_again) > 1
+    assert f"looking for what fails in {fatal_part}, its worker died" in said
+    assert 0 < lost_after < 10  # of 20
+    assert [(reject.prompt, reject.error.split(" (")[0]) for reject in rejects] == [(fatal, "its worker died")]
+    assert sorted(row.prompt for row in read_sweep(config.output).rows) == sorted(rows.keys() - {fatal})
+    assert left(config) == {fatal_part: [fatal]}  # the same command would try it again
+
+
+@pytest.mark.ray
+def test_kills_cost_no_row_and_the_job_goes_on_when_it_is_submitted(
+    config: SweepConfig, expected: dict[str, list[SweepRow]]
+) -> None:
+    """The worker is killed, then the whole job; the same command, submitted to a cluster, writes what is left."""
+    variables = environment() | {"PYTHONPATH": str(ROOT)}
+    job = Job(["jobs/sweep.py", *command(config)], cwd=ROOT, env=variables, output=Path(f"{config.output}.log"))
     job.wait_for(lambda: parts(config))
     (worker,) = descendants(job.pid, "ray::SweepWorker")
     os.kill(worker, signal.SIGKILL)
@@ -381,67 +410,14 @@ def test_neither_kills_nor_a_full_disk_nor_a_fatal_prompt_cost_other_prompts(
     job.wait_for(lambda: len(parts(config)) > before)
     job.kill()
     assert "again, its worker died" in job.log
-    Path(folder.rows, fatal.part).unlink(missing_ok=True)
     kept = {part: part.stat().st_mtime_ns for part in parts(config)}
-    assert 0 < len(kept) < len(expected) - 1
+    assert 0 < len(kept) < len(expected)
 
-    (tmp_path / "full.py").write_text(FULL_DISK_JOB)
-    job = sweep_job(config, script=tmp_path / "full.py")
-    assert job.wait(120) == 2
-    assert "error: [Errno 27] File too large" in job.log
-    assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
-
-    (tmp_path / "fatal.py").write_text(FATAL_PROMPT_JOB)
-    log = finish(sweep_job(config, script=tmp_path / "fatal.py"))
-    assert f"trying {fatal.part} again, its worker died" in log
-    assert f"looking for what fails in {fatal.part}, its worker died" in log
-    assert f"14 rows in {config.output}" in log
-    assert "2 prompts set aside" in log
-    assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
-    rows = {part.name: read_file(part).rows for part in parts(config)}
-    beside = rows.pop(fatal.part)  # swept alone: the same up to the rounding of another batch
-    assert rows == {part: of_part for part, of_part in expected.items() if part != fatal.part}
-    assert [counts(row) for row in beside] == [counts(r) for r in expected[fatal.part] if r.prompt != FATAL]
-    rejects = [json.loads(line) for line in Path(config.output, "rejects.jsonl").read_text().splitlines()]
-    errors = {reject["prompt"]: reject["error"].split(" (")[0] for reject in rejects}
-    assert errors.keys() == {FATAL, TOO_LONG}
-    assert errors[FATAL] == "its worker died"
-    # The same command would try the rejects again, and only them.
-    assert sorted(text for of_part in left(config).values() for text in of_part) == sorted([FATAL, TOO_LONG])
-
-
-def counts(row: SweepRow) -> object:
-    return row.prompt_id, row.output_tokens, row.emitted_histograms
-
-
-@pytest.mark.ray
-def test_a_sweep_of_two_nodes_survives_the_loss_of_one(config: SweepConfig, tmp_path: Path) -> None:
-    """Actors of both nodes decode when one node's raylet is killed; those of the other finish, every prompt once."""
-    asked, questions = tmp_path / "many.jsonl", [f"question {i}?" for i in range(160)]
-    asked.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
-    config = config.model_copy(update={"prompts": (str(asked),)})
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": free_ports()[0]})
-    try:
-        nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
-        job = sweep_job(config, "--num-actors", "4", address=cluster.address)
-        raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
-        job.wait_for(lambda: parts(config) and all(descendants(r, "ray::SweepWorker.sweep") for r in raylets))
-        cluster.remove_node(nodes[0], allow_graceful=False)
-        num_before = len(parts(config))
-        assert "again, its worker died" in finish(job)
-    finally:
-        cluster.shutdown()
-    assert num_before < 70  # of 80
-    assert sorted(row.prompt for row in read_sweep(config.output).rows) == sorted(questions)
-    assert not Path(config.output, "rejects.jsonl").exists()
-
-
-@pytest.mark.ray
-def test_a_submitted_job_writes_the_same(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
-    with head_node(environment()) as address:
+    with head_node(variables) as address:
         submit = [RAY, "job", "submit", "--address", address, "--working-dir", "."]
         submit += ["--", sys.executable, "jobs/sweep.py", *command(config)]
-        settings = {"cwd": ROOT, "env": environment(), "timeout": patient(180)}
+        settings = {"cwd": ROOT, "env": variables, "timeout": patient(180)}
         done = subprocess.run(submit, capture_output=True, text=True, check=False, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
     assert_complete(config, expected)

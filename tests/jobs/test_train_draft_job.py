@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -31,14 +30,15 @@ from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts
 from helpers.processes import Job, descendants
 from helpers.tiny import MASK_ID
+from helpers.trainings import ROOT, environment
 from jobs import answers
 from jobs.common.config import ConfigError
+from jobs.common.registry import EXPERIMENT, Registry
 from jobs.train_draft import check_answers, run, write_shard_features
 from jobs.training.draft import TrainDraftConfig, draft_loss, edge_loss, fresh_draft, mask_token_id
 
-ROOT = Path(__file__).parents[2]
 EAGLE3: dict[str, object] = {"kind": "eagle3", "draft_vocab_size": 100}
-SMALL: dict[str, object] = {"draft_vocab_size": 100}
+SMALL: dict[str, object] = {"draft_vocab_size": 100, "num_own_prompts": 0}
 SELECTOR: dict[str, object] = {"selector_rank": 4, "selector_top_k": 6, "only_edges": True}
 SELECTOR_WEIGHTS = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
 
@@ -217,63 +217,48 @@ def shared(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 
 
 def small_training(shared: Path, output: Path, **changes: object) -> TrainDraftConfig:
-    return config(
-        shared / "target",
-        shared / "prompts.txt",
-        output=output,
-        prompts_per_shard=8,
-        num_own_prompts=24,
-        temperatures=(0.0, 0.2),
-        num_layers=2,
-        block_size=4,
-        max_new_tokens=24,
-        fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
-        checkpoint_every=16,
-        **changes,
-    )
+    sizes: dict[str, object] = {
+        **{"prompts_per_shard": 8, "num_own_prompts": 24, "temperatures": (0.0, 0.2), "max_new_tokens": 24},
+        **{"num_layers": 2, "block_size": 4, "checkpoint_every": 16},
+        "fit": DraftFitSettings(epochs=10, batch_size=2, num_sampled=64, autocast=False),
+    }
+    return config(shared / "target", shared / "prompts.txt", output=output, **sizes | changes)
 
 
 @pytest.mark.ray
-def test_a_killed_worker_changes_nothing(shared: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_changes_nothing(shared: Path, registry: Registry, tmp_path: Path) -> None:
     """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
     training = small_training(shared, tmp_path / "draft", **SMALL)
     command: list[object] = [ROOT / "jobs" / "train_draft.py"]
-    command += ["--epochs", "6", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
+    command += ["--epochs", "10", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
     for name in training.model_fields_set - {"fit"}:
         value = getattr(training, name)
         command += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else (value,))]
-    environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
-    job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "log")
+    job = Job(command, cwd=tmp_path, env=environment(), output=tmp_path / "log")
     try:
-        kill_training_worker(job, training.output)
+        job.wait_for(lambda: list(training.output.glob("train/*/checkpoint_*/state.pt")))
+        pid, *_ = descendants(job.pid, "ray::RayTrainWorker")
+        os.kill(pid, signal.SIGKILL)
         assert job.wait(200) == 0, job.log[-3000:]
     finally:
         job.kill()
-    _, draft = check_trained(training, tmp_path / "mlflow.db")
+    _, draft = check_trained(training, registry)
     assert draft.vocabulary.shape == (100,)
     assert re.search(r"tau \d\.\d+ at T=0", job.log)
 
 
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")  # of Ray
+@pytest.mark.usefixtures("in_one_process")
 def test_other_drafts_are_those_of_a_plain_fit(
-    shared: Path,
-    tiny_pair_dirs: tuple[Path, Path],
-    tmp_path: Path,
-    empty_store: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shared: Path, tiny_pair_dirs: tuple[Path, Path], registry: Registry, tmp_path: Path
 ) -> None:
-    """EAGLE-3, and a selector alone, which leaves the draft that it is trained on as it is; one after the other."""
-    for variable in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.chdir(tmp_path)
+    """EAGLE-3, and a selector alone, which leaves the draft that it is trained on as it is."""
     training = small_training(shared, tmp_path / "eagle3", **EAGLE3)
     run(training)
-    check_trained(training, tmp_path / "mlflow.db")
+    check_trained(training, registry)
 
     training = small_training(shared, tmp_path / "selector", start=str(tiny_pair_dirs[1]), **SELECTOR)
     run(training)
-    trained, draft = check_trained(training, tmp_path / "mlflow.db", num_runs=2)
+    trained, draft = check_trained(training, registry, num_runs=2)
     assert draft.vocabulary is None
     kept = load_file(tiny_pair_dirs[1] / "model.safetensors")
     assert trained.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
@@ -281,13 +266,15 @@ def test_other_drafts_are_those_of_a_plain_fit(
     assert trained["candidate_selector.successor_codebook"].any()
 
 
-def check_trained(training: TrainDraftConfig, store: Path, num_runs: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
+def check_trained(
+    training: TrainDraftConfig, registry: Registry, num_runs: int = 1
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Compare a training with a plain fit on the same answers; returns its weights, and its draft as it loads."""
     trained = load_file(training.output / "draft" / "model.safetensors")
     expected, losses = plainly_trained(training)
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in expected.items())
-    assert logged_losses(store, num_runs) == pytest.approx(losses)
+    assert logged_losses(registry, num_runs) == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4
     return trained, pair.draft
@@ -307,7 +294,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
     shards = sorted((training.answers / "train").glob("*.parquet"))
     assert {answer_source(path).target for path in shards} == {training.target}
     # The job's order of shards is that of its plan, by prompt set and then by number.
-    files = sorted((training.answers / "own-prompts").glob("*.jsonl"))
+    files = sorted((training.answers / "own-prompts").glob("*.jsonl")) if training.num_own_prompts else []
     own_prompts = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
     plan = answers.plan(training, own_prompts)
     fit: TrainingFit
@@ -336,19 +323,14 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
     return draft, losses
 
 
-def logged_losses(store: Path, num_runs: int) -> dict[int, float]:
-    """Step -> training loss in the last of so many runs of an MLflow store, each step once."""
-    client = MlflowClient(f"sqlite:///{store}")
-    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+def logged_losses(registry: Registry, num_runs: int) -> dict[int, float]:
+    """Step -> training loss in the last of so many runs of a registry, each step once."""
+    client = registry._client
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
     assert len(runs) == num_runs
     last = max(runs, key=lambda run: run.info.start_time)
     history = client.get_metric_history(last.info.run_id, "train_loss")
     assert len({metric.step for metric in history}) == len(history)
     return {metric.step: metric.value for metric in history}
-
-
-def kill_training_worker(job: Job, output: Path) -> None:
-    """kill -9 the worker once a checkpoint is on disk."""
-    job.wait_for(lambda: list(output.glob("train/*/checkpoint_*/state.pt")))
-    pid, *_ = descendants(job.pid, "ray::RayTrainWorker")
-    os.kill(pid, signal.SIGKILL)

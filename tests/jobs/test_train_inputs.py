@@ -9,26 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.policy.dataset import (
-    open_examples,
-    prompt_key,
-    read_steps,
-    split_examples,
-    split_steps,
-)
+from blockpilot.policy.dataset import open_examples, prompt_key, read_steps, split_examples, split_steps
 from blockpilot.policy.training import FitSettings
 from blockpilot.sweep.rows import Metadata, SweepRow
+from helpers.command_line import error_of
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, metadata, synthetic_rows
-from helpers.trainings import (
-    PRICE,
-    WITH_PLAIN,
-    dataset,
-    rows_with_choices,
-    run_job,
-    write_price,
-    write_sweep,
-)
+from helpers.trainings import PRICE, WITH_PLAIN, dataset, rows_with_choices, run_job, write_price, write_sweep
 from jobs.common.config import ConfigError
+from jobs.common.registry import Registry
 from jobs.train import run, run_name
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import read_dataset
@@ -147,22 +135,16 @@ def test_throughput_needs_the_step_price_of_the_sweeps_pair() -> None:
         assert refused(fit=STEP) == message  # which would keep it
 
 
-@pytest.mark.usefixtures("no_ray")
-def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    assert "runs/policy: must be absolute" in refused()
-
-
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path, registry: Registry) -> None:
     """Bad input is one line and leaves no file; of the many options, those that matter are shown."""
-    assert run_job(tmp_path, "--sweep", "nowhere") == (2, "error: sweep nowhere: no such file or directory\n")
-    assert not list(tmp_path.iterdir())
-    options = re.findall(r"^\W*(--[a-z-]+)", run_job(tmp_path, "--help")[1], re.MULTILINE)
+    (folder := tmp_path / "folder").mkdir()
+    assert run_job(folder, "--sweep", "nowhere") == (2, "error: sweep nowhere: no such file or directory\n")
+    assert not list(folder.iterdir())
+    options = re.findall(r"^\W*(--[a-z-]+)", run_job(folder, "--help")[1], re.MULTILINE)
     assert len(set(options)) == len(options) <= 18
     assert {"--sweep", "--kind", "--hidden", "--relog"} <= set(options)
-    (tmp_path / "policy").mkdir()
-    relogged = run_job(tmp_path, "--relog", "--output", "policy")
-    assert relogged == (2, "error: output policy: no training.json, nothing to log\n")
+    error = error_of(TrainConfig, run, "--relog --output folder")
+    assert error == "error: output folder: no training.json, nothing to log\n"
 
 
 # --- what is learned from ---

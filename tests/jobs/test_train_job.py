@@ -2,26 +2,23 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
+import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import ray
 import torch
 
-from blockpilot.policy.dataset import (
-    prompt_key,
-    split_examples,
-    split_steps,
-    write_examples,
-    write_steps,
-)
+from blockpilot.policy.dataset import prompt_key, split_examples, split_steps, write_examples, write_steps
 from blockpilot.policy.learned import Kind, PromptPolicy, StepPolicy
 from blockpilot.policy.outcomes import fit_prior, losses, outcomes_of
 from blockpilot.policy.reliability import mean_error, reliability
@@ -29,9 +26,10 @@ from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, new_network, predict
 from blockpilot.sweep.rows import SweepRow
 from blockpilot.sweep.summary import Summary
+from helpers import one_process
 from helpers.leases import take_over
 from helpers.patience import wait_until
-from helpers.processes import Job, descendants
+from helpers.processes import Job, descendants, is_running
 from helpers.sweeps import NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 from helpers.trainings import (
     PRICE,
@@ -46,71 +44,110 @@ from helpers.trainings import (
 )
 from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.common.registry import Registry
-from jobs.train import run
+from jobs.train import _work, run
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import read_dataset
 from jobs.training.record import save
 
 EPOCHS = 60
 CHECKPOINTS = "policy/train/*/checkpoint_*/state.pt"
-Start = Callable[..., Job]
-
-
 PROGRAM = """
 import sys
 from jobs import train
 from jobs.training.config import TrainConfig
-try:
-    train.run(TrainConfig.model_validate_json(sys.argv[1]))
-except (ValueError, OSError) as error:
-    sys.exit(f"error: {error}")
+train.run(TrainConfig.model_validate_json(sys.argv[1]))
 """  # as a workflow does: not all settings are on the command line
+OTHER = """
+import os, time
+from pathlib import Path
+import ray
+from jobs.common.cluster import connect
+connect(include_dashboard=True)
+address = ray.get_runtime_context().gcs_address
+# As `ray start` does, for Ray to take this for the machine's latest cluster.
+(Path(os.environ["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").write_text(address)
+print(f"another cluster at {address}.", flush=True)
+time.sleep(10**6)
+"""
+
+
+class OtherCluster(NamedTuple):
+    """A cluster that Ray finds first in this environment."""
+
+    process: Job
+    environment: dict[str, str]
+    address: str
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the train job: start(configuration, environment)."""
-    jobs = []
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherCluster]:
+    folder = tmp_path_factory.mktemp("other")
+    with tempfile.TemporaryDirectory(prefix="bp", ignore_cleanup_errors=True) as temporary:  # short, for sockets
+        shared = environment() | {"RAY_TMPDIR": temporary, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+        process = Job(["-c", OTHER], cwd=folder, env=shared, output=folder / "log")
+        process.wait_for(lambda: "another cluster at" in process.log)
+        found = re.search(r"another cluster at (.*)\.", process.log)
+        assert found
+        yield OtherCluster(process, shared, found[1])
+        assert process.poll() is None
+        ray.shutdown()  # it would end this process, too, if that had joined it
+        process.terminate()
+        process.wait(60)
 
-    def start_job(config: TrainConfig, env: Mapping[str, str] | None = None) -> Job:
-        arguments = ["-c", PROGRAM, config.model_dump_json()]
-        jobs.append(Job(arguments, cwd=tmp_path, env=env or environment(), output=tmp_path / "stdout"))
-        return jobs[-1]
 
-    yield start_job
-    for job in jobs:
-        if job.poll() is None:
-            job.terminate()
-            job.wait(30)
+def kill_worker_and_driver(config: TrainConfig, folder: Path, other: OtherCluster) -> None:
+    """Kill one of two workers, then the driver, after a checkpoint each; the other cluster is left alone."""
 
+    def wait_for_checkpoint() -> None:
+        before = set(folder.glob(CHECKPOINTS))
+        job.wait_for(lambda: set(folder.glob(CHECKPOINTS)) - before)
 
-def wait_for_checkpoint(folder: Path, job: Job) -> None:
-    """Returns when there is one that was not there before."""
-    before = set(folder.glob(CHECKPOINTS))
-    job.wait_for(lambda: set(folder.glob(CHECKPOINTS)) - before)
+    arguments = ["-c", PROGRAM, config.model_dump_json()]
+    job = Job(arguments, cwd=folder, env=other.environment, output=folder / "said")
+    try:
+        wait_for_checkpoint()
+        workers = descendants(job.pid, "RayTrainWorker")
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        wait_for_checkpoint()
+        assert not descendants(other.process.pid, "ray::Train")
+        for complaint in ("multiple active Ray instances", "Cleaning up placement group"):
+            assert complaint not in job.log
+    finally:
+        below = descendants(job.pid, "Train")
+        job.kill()
+        wait_until(lambda: not any(map(is_running, below)), 60)
 
 
 @pytest.mark.ray
-def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
-    """Two data-parallel workers, one killed, then the driver killed: in the end the policy of plain `Fit`."""
+@pytest.mark.usefixtures("registry")
+@pytest.mark.filterwarnings("ignore")  # of Ray
+def test_neither_kills_nor_a_full_disk_change_a_policy(
+    other: OtherCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside another cluster and then on it: in the end the policy of plain `Fit`. What could not be written is
+    later."""
     rows = synthetic_rows(240, 0)
     write_sweep(tmp_path / "sweep", rows[:100])
     write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
     write_price(tmp_path / "sweep")
     settings = FitSettings("prompt", hidden=64, epochs=EPOCHS, batch_size=16, lr=3e-4, dropout=0.0)
     config = TrainConfig(sweep=("sweep",), output=Path("policy"), fit=settings, num_workers=2, checkpoint_every=5)
-    job = start(config)
-    wait_for_checkpoint(tmp_path, job)
-    workers = descendants(job.pid, "RayTrainWorker")
-    assert len(workers) == 2
-    os.kill(workers[1], signal.SIGKILL)
-    wait_for_checkpoint(tmp_path, job)
-    job.kill()
-    job = start(config)
-    assert job.wait(300) == 0, job.log
+    kill_worker_and_driver(config, tmp_path, other)
 
-    assert f"192 examples, 48 held back; {EPOCHS} epochs" in job.log
-    assert "registered as blockpilot-target-1b version 1" in job.log
+    monkeypatch.setenv("RAY_ADDRESS", other.address)
+    monkeypatch.setenv("RAY_TMPDIR", other.environment["RAY_TMPDIR"])
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # bounds the latency of a report
+    obstacle = tmp_path / "policy" / LEARNED_FROM_FILE  # where a file has to go
+    obstacle.mkdir()
+    with pytest.raises(IsADirectoryError):
+        run(config)
+    obstacle.rmdir()
+    run(config)
+
+    said = capsys.readouterr().out
+    assert f"192 examples, 48 held back; {EPOCHS} epochs" in said
+    assert "registered as blockpilot-target-1b version 1" in said
     policy = load_policy(tmp_path / "policy")
     assert isinstance(policy, PromptPolicy)
     assert policy.price == PRICE
@@ -133,47 +170,21 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     check_what_is_kept(tmp_path, rows, losses_of, config)
 
 
-OTHER = """
-import os, time
-from pathlib import Path
-import ray
-from jobs.common.cluster import connect
-connect(include_dashboard=True)
-# As `ray start` does, for Ray to take this for the machine's latest cluster.
-(Path(os.environ["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
-print("another cluster", flush=True)
-time.sleep(10**6)
-"""
-
-
-@contextlib.contextmanager
-def another_cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The one that Ray finds first on the machine, which knows nothing of a training's controller; left alone."""
-    with tempfile.TemporaryDirectory(prefix="bp", ignore_cleanup_errors=True) as temporary:  # short, for sockets
-        shared = environment() | {"RAY_TMPDIR": temporary, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
-        other = Job(["-c", OTHER], cwd=folder, env=shared, output=folder / "other")
-        other.wait_for(lambda: "another cluster" in other.log)
-        yield shared
-        assert other.poll() is None
-        assert not descendants(other.pid, "ray::Train")
-        other.terminate()
-        other.wait(60)
-
-
-@pytest.mark.ray
-def test_a_step_policy_is_fitted_once_reported_and_registered_beside_another_cluster(
-    start: Start, tmp_path: Path
+@pytest.mark.usefixtures("in_one_process")
+def test_a_step_policy_is_fitted_once_reported_and_registered(
+    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By one of two workers; the report is on screen, in the directory and in MLflow."""
     rows = rows_with_choices(60, 0)
     rows = [dataclasses.replace(row, temperature=float(i % 2)) for i, row in enumerate(rows)]
     write_sweep(tmp_path / "sweep", rows)
     write_price(tmp_path / "sweep")
-    with another_cluster(tmp_path) as shared:
-        job = start(TrainConfig(sweep=("sweep",), output=Path("policy"), num_workers=2), shared)
-        assert job.wait(300) == 0, job.log
-    for complaint in ("multiple active Ray instances", "Cleaning up placement group"):
-        assert complaint not in job.log
+    config = TrainConfig(sweep=("sweep",), output=Path("policy"), num_workers=2)
+    work = functools.partial(_work, config, read_dataset(config, tmp_path / "data"))
+    [[(_, fitted)], [other]] = (one_process.reports_of(work, rank, num_workers=2) for rank in range(2))
+    assert fitted is not None
+    assert other == ({}, None)
+    run(config)
     policy = load_policy(tmp_path / "policy")
     assert isinstance(policy, StepPolicy)
     assert (policy.price, policy.info.vocab_size, policy.info.pair) == (PRICE, VOCAB_SIZE, PAIR)
@@ -184,7 +195,8 @@ def test_a_step_policy_is_fitted_once_reported_and_registered_beside_another_clu
     write_steps(tmp_path / "examples", [rows])
     training, validation = split_steps(tmp_path / "examples", 0.2, 0)
     expected = fit_prior(outcomes_of(training))
-    assert np.allclose(policy.weights, expected.weights)  # other threads sum in another order
+    for weights in (policy.weights, fitted["weights"]):
+        assert np.allclose(weights, expected.weights)  # other threads sum in another order
     trained, of_draft = losses(expected, outcomes_of(validation))
     assert trained < of_draft - 0.01  # choices are right 0.7 times as often as the draft says
     errors = [mean_error(reliability(prior, validation)) for prior in (expected, None)]
@@ -196,9 +208,8 @@ def test_a_step_policy_is_fitted_once_reported_and_registered_beside_another_clu
         f"train: held-back choices: {trained:.3f} nats a slot, by the draft's own probabilities {of_draft:.3f}; "
         f"mean error of a node's chance {errors[0]:.3f}, of the draft's own {errors[1]:.3f}"
     )
-    assert said in job.log
+    assert said in capsys.readouterr().out
 
-    registry = Registry.open(f"sqlite:///{tmp_path}/mlflow.db")
     (version,) = registry.versions("blockpilot-target-1b")
     assert version.tags.items() >= {**PAIR._asdict(), "kind": "step", "format": "5"}.items()
     assert float(version.tags["nats.trained"]) == pytest.approx(trained)
@@ -253,35 +264,21 @@ def check_what_is_kept(
     assert LearnedFrom.read(downloaded) == learned_from
 
 
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")  # of Ray
-def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be written or logged is later."""
+@pytest.mark.usefixtures("in_one_process")
+def test_a_lost_store_costs_no_policy(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be logged is later."""
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
     settings = FitSettings("prompt", hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
-    (tmp_path / "policy" / LEARNED_FROM_FILE).mkdir(parents=True)  # where a file has to go
-    store = tmp_path / "mlflow.db"
-    sweep = (str(tmp_path / "sweep"),)
-    config = TrainConfig(sweep=sweep, output=Path("policy"), fit=settings, objective="tau")
-    monkeypatch.chdir(tmp_path)
-    for variable in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
-        monkeypatch.delenv(variable, raising=False)
-
-    with pytest.raises(IsADirectoryError):
-        run(config)
-    (tmp_path / "policy" / LEARNED_FROM_FILE).rmdir()
-
+    store, sweep = tmp_path / "mlflow.db", (str(tmp_path / "sweep"),)
     whole = store.read_bytes()
 
-    def lose_store() -> None:
-        wait_until(lambda: descendants(os.getpid(), "ray::RayTrainWorker"), 120)
+    def lose_store(*arguments: Any) -> object:
         store.write_bytes(b"no database any more " * 1000)
+        return one_process.train(*arguments)
 
-    with ThreadPoolExecutor(1) as pool:
-        lost = pool.submit(lose_store)
-        with pytest.raises((ValueError, OSError)) as error:
-            run(config)
-        lost.result()
+    monkeypatch.setattr("jobs.train.train", lose_store)
+    with pytest.raises((ValueError, OSError)) as error:
+        run(TrainConfig(sweep=sweep, output=Path("policy"), fit=settings, objective="tau"))
     assert str(error.value).startswith(f"MLflow store sqlite:///{store}: ")
     assert str(error.value).endswith("The results are in policy; --relog logs them later")
     policy = load_policy(tmp_path / "policy")
@@ -297,7 +294,7 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(tmp_path: Path, mon
     validation = [epoch["validation_loss"] for epoch in record["history"]]
     assert policy.info.training["best_epoch"] == validation.index(min(validation)) + 1
 
-    registry = Registry.open(f"sqlite:///{store}")
+    registry = Registry.open()
     (version,) = registry.versions("blockpilot-target-1b")
     assert version.run_id is not None
     recorded = registry._client.get_run(version.run_id)
@@ -331,6 +328,7 @@ def test_a_kill_while_a_policy_is_saved_mixes_no_two(
     kinds: tuple[Kind, Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of what a policy has learned from belongs to it, whichever file was the last one written."""
+    monkeypatch.setattr("jobs.common.figures.reliability", lambda curves: b"as good as any picture")
     save_old, save_new = (
         saved_training(tmp_path, rows, seed, kind)
         for (rows, seed), kind in zip(((40, 0), (60, 1)), kinds, strict=True)
@@ -357,20 +355,18 @@ def test_a_kill_while_a_policy_is_saved_mixes_no_two(
         assert not (policy / ".new").exists()
 
 
+@pytest.mark.usefixtures("in_one_process", "registry")
 def test_a_driver_that_lost_its_lease_saves_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another driver takes the output over while Ray Train works."""
     write_sweep(tmp_path / "sweep", rows_with_choices(40, 0))
     output = tmp_path / "policy"
 
-    def train(*_: object) -> tuple[dict[str, object], dict[str, float]]:
+    def train(*arguments: Any) -> object:
         take_over(output)
-        return {}, {}
+        return one_process.train(*arguments)
 
-    for name in ("connect", "scaling_config"):
-        monkeypatch.setattr(f"jobs.train.{name}", lambda *_, **__: None)
     monkeypatch.setattr("jobs.train.train", train)
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="process id 7 on elsewhere has taken over; this driver stops"):
-        run(TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", output=output))
+        run(TrainConfig(sweep=("sweep",), objective="tau", output=output))
     assert not (output / "policy.json").exists()
     assert (output / "train" / "examples").exists()  # they are the new driver's now

@@ -1,6 +1,7 @@
 """The paper's table on small stand-ins of its four backbones: every method of it decodes, from the names alone."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
+from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.table import NAMED_PAIRS, NamedPair
 from blockpilot.policy.store import save_policy
 from blockpilot.prompts.files import load_prompts
@@ -59,6 +61,7 @@ def stand_ins(name: str, folder: Path) -> tuple[Path, Path, Path]:
 @pytest.mark.parametrize("name", paper.PAPER_PAIRS)
 def test_every_method_of_the_table_decodes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, eagle3 = map(str, stand_ins(name, tmp_path))
+    monkeypatch.setattr("jobs.evaluation.actor.measure_price", partial(measure_price, num_steps=1))
     monkeypatch.setitem(NAMED_PAIRS, name, NamedPair(target, draft))
     monkeypatch.setitem(paper.PAPER_PAIRS, name, paper.PAPER_PAIRS[name]._replace(rivals=(eagle3,)))
     stages = paper.pipeline(PaperConfig(pair=name, output=tmp_path, gpu=None, temperature=1.0))

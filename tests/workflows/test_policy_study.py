@@ -1,5 +1,6 @@
 """The study of policies: nothing that is measured was trained on, by the draft or by the policy."""
 
+import functools
 import math
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.learned import PromptPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts, split
+from blockpilot.prompts.sets import read_set
 from jobs.answers import AnswersConfig, load_counted
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import UNTRAINED
@@ -35,6 +37,17 @@ from workflows.policy_study import (
 
 MODEL_CARD = Path(__file__).parents[2] / "blockpilot" / "data" / "smollm2_135m_dflash_b8" / "README.md"
 WHEELS = {"chitchat": "chitchat-dataset", "chatterbot": "chatterbot-corpus"}
+
+
+@pytest.fixture(autouse=True)
+def sets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading some takes seconds."""
+    monkeypatch.setattr("blockpilot.prompts.files.read_set", turns_of_set)
+
+
+@functools.cache
+def turns_of_set(name: str) -> list[tuple[str, ...]]:
+    return list(read_set(name))
 
 
 def skip_without(name: str) -> None:

@@ -18,7 +18,7 @@ from jobs.common.registry import model_name
 from jobs.evaluation.result import EvaluateResult
 from workflows import paper, smollm2_135m
 from workflows.paper import PaperConfig
-from workflows.pipeline import Pipeline, learn, stage
+from workflows.pipeline import Pipeline, learn
 from workflows.smollm2_135m import DemoConfig
 
 HUB_PAIRS = tuple(paper.PAPER_PAIRS)
@@ -88,12 +88,6 @@ def test_the_papers_protocol_runs_where_it_is_told_to(tmp_path: Path) -> None:
     assert stages.serve.resources.accelerator_type == "H200"
     assert (stages.sweep.temperature, stages.evaluate.num_prompts) == (1.0, 5)
     assert {stage.pair.dtype for stage in (stages.sweep, stages.evaluate, stages.serve)} == {"bfloat16"}
-
-
-def test_a_stage_is_announced_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    with stage("one"):
-        print("work")
-    assert capsys.readouterr().out == "\n--- one ---\nwork\none: 0 s\n"
 
 
 # The demo

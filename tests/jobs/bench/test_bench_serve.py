@@ -27,12 +27,6 @@ def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
         yield f"{root}/v1", replica.loop
 
 
-@pytest.fixture
-def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
-    target, draft = map(str, tiny_pair_dirs)
-    return PairConfig(target=target, draft=draft, dtype="float32")
-
-
 def small(url: str, pair: PairConfig, output: Path, **values: Any) -> BenchServeConfig:
     sizes = {"rounds": 2, "concurrency": (1, 3), "max_tokens": 16, "requests_per_client": 2, "prompts": ("demo",)}
     return BenchServeConfig(url=url, pair=pair, output=output, **sizes | values)

@@ -3,11 +3,11 @@
 import json
 import os
 import select
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,25 +15,44 @@ from blockpilot.drafts.dflash_checkpoint import load_draft
 from blockpilot.pairs.checkpoints import find_draft
 from blockpilot.pairs.table import EMBEDDED_DRAFT
 from helpers.patience import patient
-from jobs.bench.peers import DecodedBatch, Peer, PeersConfig, peers, run, running, table, without_selector
+from helpers.processes import Job
+from jobs.bench.peer_worker import PEERS, Decode
+from jobs.bench.peers import DecodedBatch, Peer, PeersConfig, Worker, peers, run, running, table, without_selector
 from jobs.common.config import PairConfig
 
 
 @pytest.fixture
-def config(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> PeersConfig:
-    target, draft = map(str, tiny_pair_dirs)
-    return PeersConfig(
-        pair=PairConfig(target=target, draft=draft, dtype="float32"),
-        requests=(1, 3),
-        rounds=2,
-        num_tokens=6,
-        block_sizes=(3,),
-        output=tmp_path / "peers",
-    )
+def config(pair_config: PairConfig, tmp_path: Path) -> PeersConfig:
+    sizes: dict[str, Any] = {"requests": (1, 3), "rounds": 2, "num_tokens": 6, "block_sizes": (3,)}
+    return PeersConfig(pair=pair_config, output=tmp_path / "peers", **sizes)
 
 
-def test_all_decode_the_same_answers(config: PeersConfig, capsys: pytest.CaptureFixture[str]) -> None:
+class PeerHere(NamedTuple):
+    """A peer in this process, where torch is loaded."""
+
+    decode_tokens: Decode
+
+    def decode(self, prompts: list[list[int]], num: int) -> DecodedBatch:
+        started = time.perf_counter()
+        answers = self.decode_tokens(prompts, num)
+        return DecodedBatch(time.perf_counter() - started, answers)
+
+
+@contextmanager
+def running_once(peer: Peer, log: Path) -> Iterator[Worker | PeerHere]:
+    """One peer in a process of its own, the others here."""
+    if peer.name != "blockpilot, B=3":
+        yield PeerHere(PEERS[peer.settings["peer"]](peer.settings))
+        return
+    with running(peer, log) as worker:
+        yield worker
+
+
+def test_all_decode_the_same_answers(
+    config: PeersConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 this engine's are those of transformers, with drafts and lookup, alone and together."""
+    monkeypatch.setattr("jobs.bench.peers.running", running_once)
     run(config)
     answers = json.loads((config.output / "answers.json").read_text())
     assert list(answers) == ["1", "3"]
@@ -151,10 +170,9 @@ with running(Peer("other", Path(sys.argv[1]), {"threads": 1}), Path(sys.argv[2])
 
 def test_peers_that_are_stopped_end_with_a_killed_measurement(tmp_path: Path) -> None:
     with starter(tmp_path) as (program, reader):
-        command = [sys.executable, "-c", MEASUREMENT, str(program), str(tmp_path / "log")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as measurement:
-            assert measurement.stdout is not None
-            assert measurement.stdout.readline() == "stopped\n"
-            with pytest.raises(BlockingIOError):  # it is held
-                os.read(reader, 1)
-            measurement.kill()
+        command = ["-c", MEASUREMENT, program, tmp_path / "log"]
+        measurement = Job(command, cwd=tmp_path, env=os.environ, output=tmp_path / "said")
+        measurement.wait_for(lambda: "stopped" in measurement.log)
+        with pytest.raises(BlockingIOError):  # it is held
+            os.read(reader, 1)
+        measurement.kill()

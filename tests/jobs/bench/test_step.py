@@ -8,6 +8,7 @@ from blockpilot.evaluation.pricing import TimedStep
 from blockpilot.pairs.loading import Pair
 from jobs.bench import step
 from jobs.bench.step import StepConfig, bytes_read, read_speed, run, step_costs
+from jobs.common.config import PairConfig
 
 
 def test_costs_are_in_plain_steps() -> None:
@@ -30,12 +31,10 @@ def test_a_plain_step_reads_all_weights_but_the_embeddings(tiny_pair: Pair) -> N
 
 
 def test_a_table_for_every_number_of_threads(
-    tiny_pair_dirs: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pair_config: PairConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "READ_BYTES", 1 << 20)
     assert read_speed(torch.device("cpu")) > 0
-    target, draft = map(str, tiny_pair_dirs)
-    pair = {"target": target, "draft": draft, "dtype": "float32"}
-    run(StepConfig(pair=pair, threads=(1, 1), rows=(1, 2), tokens=(2, 4), context=8, num_steps=1))
+    run(StepConfig(pair=pair_config, threads=(1, 1), rows=(1, 2), tokens=(2, 4), context=8, num_steps=1))
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| rows")]
     assert [head.replace(" ", "") for head in heads] == ["|rows|plain,ms|2|4|draft|shareofmemorybandwidth|"] * 2

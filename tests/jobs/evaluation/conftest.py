@@ -8,6 +8,7 @@ import pytest
 
 from blockpilot.control.controller import Controller
 from blockpilot.control.cost import StepPrice
+from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.sweep.rows import Metadata, SweepRow
@@ -50,13 +51,13 @@ def metadata(tiny_pair: Pair) -> Metadata:
 
 
 @pytest.fixture
-def config(tiny_pair_dirs: tuple[Path, Path], question_file: Path, tmp_path: Path) -> EvaluateConfig:
-    target, draft = tiny_pair_dirs
+def config(pair_config: PairConfig, question_file: Path, tmp_path: Path) -> EvaluateConfig:
     return EvaluateConfig(
-        pair=PairConfig(target=str(target), draft=str(draft), dtype="float32"),
+        pair=pair_config,
         prompts=(str(question_file),),
         policy="none",
         max_new_tokens=NUM_TOKENS,
+        warm_up=0,
         output=tmp_path / "out",
     )
 
@@ -83,6 +84,12 @@ def start(config: EvaluateConfig, questions: list[Prompt]) -> Start:
         return Watched(of_test, plan_of(of_test, texts, policies)._replace(price=price))
 
     return start_actor
+
+
+@pytest.fixture(autouse=True)
+def quick_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a price is measured, one timed step of a kind is enough."""
+    monkeypatch.setattr("jobs.evaluation.actor.measure_price", functools.partial(measure_price, num_steps=1))
 
 
 @pytest.fixture

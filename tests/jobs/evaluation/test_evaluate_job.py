@@ -226,5 +226,6 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert logged.data.metrics["policy.tokens_per_s"] == speed
     assert logged.data.metrics["B2.tau"] == pytest.approx(result["figures"][1]["tau"]["value"])
     assert logged.data.params["concurrency"] == "2"
+    assert all((config.output / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
     artifacts = {item.path for item in registry._client.list_artifacts(tagged.tags["heldout.run_id"])}
     assert artifacts == {"evaluation.json", "runs.json", "table.json", "table.md", *PICTURES}

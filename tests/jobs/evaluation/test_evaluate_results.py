@@ -14,22 +14,12 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import PairId
-from helpers.evaluations import SIZES, Watched, changed, plan_of, price_here, register, write_policy
+from helpers.evaluations import changed, plan_of, price_here, register, write_policy
 from jobs import evaluate
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version
 from jobs.evaluation.actor import Setting
-from jobs.evaluation.inputs import (
-    AR,
-    CONTROL,
-    MEANS,
-    ORACLE,
-    POLICY,
-    RANDOM,
-    EvaluateConfig,
-    Swept,
-    find_policies,
-)
+from jobs.evaluation.inputs import AR, CONTROL, MEANS, ORACLE, POLICY, RANDOM, EvaluateConfig, Swept, find_policies
 from jobs.evaluation.result import best_fixed_of, known_taus, log, save
 
 
@@ -202,11 +192,18 @@ def measured(config: EvaluateConfig, questions: list[Prompt], registry: Registry
     LearnedFrom(frozenset({prompt_key("something else")})).write(directories[1])
     champion, version = (register(registry, directory, tiny_pair) for directory in directories)
     registry.set_champion(champion)
-    config = changed(config, policy="newest", waves=2)
+    config = changed(config, policy="newest")
     policies, *numbers = find_policies(config, registry)
-    plan = plan_of(config, questions[:3], policies, None, *numbers)._replace(price=price_here(tiny_pair.id))
-    evaluator = Watched(config, plan)
-    save(config, plan, evaluator.setting, [run for number in range(2) for run in evaluator.measure(0, number)])
+    plan = plan_of(config, questions[:3], policies, None, *numbers)
+    speeds = {
+        AR: (10, 10, 10),
+        "B=2": (20, 20, 20),
+        UNTRAINED: (20, 21, 19),
+        POLICY: (24, 23, 25),
+        CHAMPION: (21, 20, 22),
+    }
+    runs = [run_of(method, i, speed) for method, by_prompt in speeds.items() for i, speed in enumerate(by_prompt)]
+    save(config, plan, setting_of(tiny_pair.id, *speeds), runs)
     return Measured(config, version, registry)
 
 
@@ -221,7 +218,7 @@ def test_a_version_is_tagged_with_its_speed_beside_the_champion(
     file.write_text(json.dumps(stored | {"setting": stored["setting"] | {"shown_held_out": False}}))
     result = log(config.output, registry)
     assert result.held_out is not None
-    assert result.best_fixed in SIZES
+    assert result.best_fixed == 2
     assert registry.version(version.name, version.number).held_out is None
     assert f"not recorded with version {version.number}: --sweep must show" in capsys.readouterr().out
 

@@ -54,6 +54,7 @@ from jobs.evaluation.inputs import (
 
 Start = Callable[..., Watched]
 TREES = ["tree 3", "tree 5"]
+FEW_METHODS: dict[str, Any] = {"block_sizes": (3,), "baselines": ("means", "untrained")}
 
 
 @pytest.mark.usefixtures("price_as_given")
@@ -106,12 +107,14 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 
 
 @pytest.mark.usefixtures("price_as_given")
-def test_mixed_traffic_is_greedy_for_half_of_the_prompts(start: Start, questions: list[Prompt]) -> None:
-    settings = {"concurrency": 3, "waves": 1, "baselines": ("untrained",), "tree_sizes": (3,)}
+def test_mixed_traffic_is_greedy_for_half_of_the_prompts(
+    start: Start, questions: list[Prompt], tiny_pair: Pair
+) -> None:
+    settings = {"concurrency": 3, "waves": 1, "baselines": ("untrained",), "tree_sizes": (3,), "block_sizes": (3,)}
     texts = questions[:6]
 
     def answers(**options: Any) -> list[list[int]]:
-        evaluator = start(texts, **settings, **options)
+        evaluator = start(texts, price=price_here(tiny_pair.id), **settings, **options)
         evaluator.measure(0, 0), evaluator.measure(0, 1)
         by_method = [[timing.output for run in evaluator.decoded for timing in run[method]] for method in run_of]
         assert all(outputs == by_method[0] for outputs in by_method)
@@ -225,7 +228,8 @@ def test_a_group_does_not_depend_on_those_before_it(
     monkeypatch.setattr(Controller, "learn", lambda self, outcome, seconds: learn(self, outcome, 1.0))
     save_policy(choosy_policy(tiny_pair.id, tiny_pair.vocab_size, (0.35, -0.2)), tmp_path / "policy")
     price = price_here(tiny_pair.id, slot_s=0.15, token_s=0.15)
-    settings = {"temperature": 5.0, "max_new_tokens": 40, "concurrency": 2, "waves": 2}
+    settings = {"temperature": 5.0, "max_new_tokens": 40, "concurrency": 2, "waves": 2, "warm_up": 2}
+    settings |= {"block_sizes": (3,), "baselines": ("means", "untrained", "oracle")}
 
     def decoded(*numbers: int) -> dict[str, list[list[int]]]:
         evaluator = start(policies={POLICY: tmp_path / "policy"}, price=price, **settings)
@@ -363,7 +367,7 @@ def test_a_step_policy_is_the_prior_of_its_engine_in_every_group(
     policy = step_policy(tiny_pair.id, tiny_pair.vocab_size)
     save_policy(policy, tmp_path / "step")
     policies, price = {POLICY: tmp_path / "step", "fixed": policy_dir}, price_here(tiny_pair.id, slot_s=0.1)
-    evaluator = start(policies=policies, price=price, max_new_tokens=40, waves=1, warm_up=2)
+    evaluator = start(policies=policies, price=price, max_new_tokens=40, waves=1, warm_up=2, **FEW_METHODS)
     engines = evaluator._engines
     assert {name for name, engine in engines.items() if engine.policy is not None} == {"fixed"}
     for number in range(2):
@@ -380,7 +384,7 @@ def test_what_adapts_starts_every_group_as_it_was_after_prompts_of_others(
     start: Start, questions: list[Prompt], tiny_pair: Pair
 ) -> None:
     """Prompts of every second group, so that no group has met its own; without any it starts from nothing."""
-    settings = {"price": price_here(tiny_pair.id), "warm_up": 2, "max_new_tokens": 40}
+    settings = {"price": price_here(tiny_pair.id), "warm_up": 2, "max_new_tokens": 40, **FEW_METHODS}
     evaluator = start(questions[:5], waves=1, **settings)
     asked = list[list[int]]()
     decode = evaluator._decode

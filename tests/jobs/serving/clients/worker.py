@@ -1,6 +1,6 @@
-"""Test cases of a client library against a server, in a process that has the library installed.
+"""Cases of a client library against a server, in a process that has the library installed.
 
-Run by `jobs/bench/clients.py` with the Python of the client's environment, which need not have BlockPilot: this file
+Run by `test_clients.py` with the Python of the client's environment, which need not have BlockPilot: this file
 imports only a client and the standard library. It writes a line of JSON for every case to standard output; the
 libraries' own output goes to standard error. Models are small, so cases check the form of answers only.
 """
@@ -65,12 +65,7 @@ def openai(settings: Settings) -> Uses:
 
     sampling = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"50": -100}, "seed": 1, "n": 2}
     extra = {"min_p": 0.05, "top_k": -1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
-    neutral = {
-        "metadata": {"a": "b"},
-        "service_tier": "auto",
-        "prompt_cache_key": "key",
-        "reasoning_effort": "none",
-    }
+    neutral = {"metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "key", "reasoning_effort": "none"}
     return {
         "models": lambda: client.models.list().data,
         "chat": lambda: chats.create(messages=chat, **common).choices[0].message.content,
@@ -137,14 +132,7 @@ def langchain(settings: Settings) -> Uses:
 
 def openai_agents(settings: Settings) -> Uses:
     """OpenAI's agents on chat completions."""
-    from agents import (
-        Agent,
-        ModelSettings,
-        OpenAIChatCompletionsModel,
-        Runner,
-        function_tool,
-        set_tracing_disabled,
-    )
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
     from openai import AsyncOpenAI
     from pydantic import BaseModel
 

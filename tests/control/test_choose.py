@@ -125,6 +125,37 @@ def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = 
     return depths if drafting.saved_s > 0 else [0] * len(reaches)
 
 
+def test_rows_choose_apart() -> None:
+    """One row's long draft costs its neighbours nothing."""
+    easy, hard = (0.95, 0.93, 0.9, 0.85), (0.1, 0.05, 0.0, 0.0)
+    assert choose([hard, easy, hard, easy], linear_price(0.1)) == [0, 4, 0, 4]
+
+
+def test_nobody_drafts_where_launch_is_too_dear_for_all_together() -> None:
+    """Of six rows all draft or none: together they expect 4.8 tokens more, and a pass for one brings 0.8."""
+    reach, dear, cheap = (0.5, 0.3), *(price(base_s=1.0, launch_s=launch, slot_s=0.01) for launch in (1.2, 0.5))
+    assert choose([reach] * 6, dear) == [0] * 6
+    assert choose([reach] * 6, cheap) == [2] * 6
+    assert choose([reach], cheap, Load(5)) == [0]
+    assert choose([reach], dear, Load(5, num_drafted=3, num_verified=3)) == [2]  # the launch is theirs
+
+
+def test_a_sequential_draft_goes_no_deeper_than_all_rows_together_pay_for() -> None:
+    """A pass costs 0.4 steps of a row: the second one brings a row 0.5 tokens, which is worth it to two rows."""
+    reach, sequential = (0.9, 0.5, 0.1), price(base_s=0.0, row_s=1.0, launch_s=0.4, is_sequential=True)
+    assert choose([reach], sequential) == [1]
+    assert choose([reach] * 2, sequential) == [2, 2]
+
+
+def test_load_fades_speculation_out() -> None:
+    """A token costs the same however many rows there are, but the time that it saves is shared by them."""
+    depths = [set(choose([(0.9, 0.6, 0.4, 0.25)] * rows, linear_price(0.12))) for rows in range(1, 13)]
+    assert all(len(of_load) == 1 for of_load in depths)
+    deepest = [max(of_load) for of_load in depths]
+    assert deepest == sorted(deepest, reverse=True)
+    assert (deepest[0], deepest[-1]) == (3, 0)
+
+
 def test_equals_take_the_shallowest() -> None:
     assert choose([(0.5, 0.0), (0.0, 0.0)], price()) == [1, 0]
     assert choose([(1.0, 0.5)], linear_price(1.0)) == [0]

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import torch
+
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Request, Sampling
 from helpers.engines import NEVER, plain_text, run, text_of
@@ -30,12 +33,19 @@ def test_float32_texts_are_the_stock_models(embedded_pair: Pair) -> None:
         assert any(not step.tree.is_chain for step in trees)
 
 
+def test_greedy_text_is_that_of_transformers_generate(embedded_pair: Pair) -> None:
+    ids = encode(embedded_pair, "Name three fruits.")
+    theirs = embedded_pair.target.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
+    ours = text_of(list(generate(embedded_pair, ids, block_size=6, max_new_tokens=30)))
+    assert ours == tuple(theirs[0, len(ids) :].tolist())
+
+
 def test_a_bfloat16_text_is_the_same_however_it_is_decoded(bfloat16_pair: Pair) -> None:
     """Bit for bit as alone, one token at a time, at temperatures 0 and 1: in a batch, by chains, and by trees of
     several sizes.
     """
     prompts = [tuple(bfloat16_pair.tokenizer(text).input_ids) for text in ("Name three fruits.", LONG, "def f(n):")]
-    plain = [Request(ids, 16, Sampling(hot, seed=i), 1) for hot in (0.0, 1.0) for i, ids in enumerate(prompts)]
+    plain = [Request(ids, 24, Sampling(hot, seed=i), 1) for hot in (0.0, 1.0) for i, ids in enumerate(prompts)]
     expected = [text_of(steps) for steps in run(Engine(bfloat16_pair, num_slots=1, max_length=192), plain)]
     for size, layout in ((1, "chain"), (8, "chain"), (32, "tree")):
         requests = [replace(request, block_size=size, layout=layout) for request in plain]  # type: ignore[arg-type]

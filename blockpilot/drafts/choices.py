@@ -9,12 +9,12 @@ from blockpilot.types import Candidates
 
 
 class Linked(NamedTuple):
-    """Choices of N positions after each of P contexts: `found` [N * P, k], position by position.
+    """Choices of N positions after each of P contexts: `candidates` [N * P, k], position by position.
 
     places [N, P, k] say which context of the next position a choice leads to; -1: none, nothing follows it.
     """
 
-    found: Candidates
+    candidates: Candidates
     places: Tensor
 
 

@@ -59,7 +59,7 @@ class Level(NamedTuple):
     """Drafted positions at one depth: choices [R * P, k] after each of P contexts of some rows [R]."""
 
     rows: list[int]
-    found: Candidates
+    candidates: Candidates
 
 
 class PreparedEagle3(PreparedDraft):
@@ -218,7 +218,7 @@ def _by_row(levels: Sequence[Level], device: torch.device) -> Tensor:
 
 
 def _in_order(levels: Sequence[Level], order: Tensor) -> Candidates:
-    parts = zip(*(level.found for level in levels), strict=True)
+    parts = zip(*(level.candidates for level in levels), strict=True)
     return Candidates(*(torch.cat(values)[order] for values in parts))
 
 
@@ -230,7 +230,7 @@ def _linked(levels: Sequence[Level], links: Sequence[Tensor], width: int) -> Lin
         by_row: Tensor = values.unflatten(0, (num_rows, -1))
         return by_row.expand(-1, width, *values.shape[1:])
 
-    apart = (Candidates(*(spread(values, len(level.rows)) for values in level.found)) for level in levels)
+    apart = (Candidates(*(spread(values, len(level.rows)) for values in level.candidates)) for level in levels)
     order = _by_row(levels, links[0].device)
     candidates = _in_order([Level(level.rows, choices) for level, choices in zip(levels, apart, strict=True)], order)
     first, *rest = links

@@ -63,7 +63,7 @@ def offer(
 
     adapts [R]: rows that the controller has planned.
     """
-    choices, links = (proposed.found, proposed.places) if isinstance(proposed, Linked) else (proposed, None)
+    choices, links = (proposed.candidates, proposed.places) if isinstance(proposed, Linked) else (proposed, None)
     num_lists = 1 if links is None else links.shape[1]
     firsts, drafted, below, planned = _slots_of(tuple(depths), tuple(adapts), num_lists)
     shape = sum(depths), num_lists, choices.tokens.shape[1]

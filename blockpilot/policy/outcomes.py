@@ -46,7 +46,7 @@ class Outcomes(NamedTuple):
     ranks [S] int64: index of the right choice among the k proposed ones, -1 for none; depths, num_passed [S].
     """
 
-    found: Candidates
+    candidates: Candidates
     depths: Tensor
     num_passed: Tensor
     """Right choices before the slot that were not the first of their slot."""
@@ -137,7 +137,7 @@ def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
 
 def _slope(outcomes: Outcomes, kind: int, weights: Array, decay: float) -> _Slope:
     """Slope of the loss of one kind's choices over the number of all choices, plus the decay."""
-    num_choices = max(1, outcomes.found.scores.numel())
+    num_choices = max(1, outcomes.candidates.scores.numel())
     loss, gradient = decay * float(weights @ weights), 2 * decay * weights
     hessian = 2 * decay * np.eye(NUM_WEIGHTS)
     for draft_logits, inputs, right in _chunks(outcomes, kind):
@@ -165,7 +165,7 @@ def _cross_entropy(logits: Array, right: Array) -> Array:
 
 def _chunks(outcomes: Outcomes, kind: int) -> Iterator[_Chunk]:
     """The choices of drawn slots (kind 1) or greedy ones (kind 0), CHUNK slots at a time."""
-    candidates = outcomes.found
+    candidates = outcomes.candidates
     for index in (candidates.drawn.long() == kind).nonzero()[:, 0].split(CHUNK):
         scores, log_probs, drawn = (
             values[index].numpy() for values in (candidates.scores, candidates.log_probs, candidates.drawn)

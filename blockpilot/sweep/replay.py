@@ -232,7 +232,7 @@ def _candidates(
         candidates = draft_candidates(head, hidden[part], positions[part], sampling[part], num_choices)
         if head.edges is not None:
             linked = head.edges.link(candidates, hidden[part], before[part, None], sampling[part], num_choices)
-            candidates = linked.found
+            candidates = linked.candidates
         parts.append(candidates)
     return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 

@@ -62,10 +62,10 @@ def test_of_all_tokens_a_choice_has_the_probability_that_the_edges_give_it(kind:
         for p in range(3):
             lifted = logits[n] + edges(hidden[n : n + 1], before[n, p : p + 1])[0]
             alone, row = candidates(lifted[None], [n], [sampling], 6), n * 3 + p
-            assert linked.found.tokens[row].tolist() == alone.tokens[0].tolist()
+            assert linked.candidates.tokens[row].tolist() == alone.tokens[0].tolist()
             assert of_slots.tokens[n, linked.places[n, p]].tolist() == alone.tokens[0].tolist()
-            torch.testing.assert_close(linked.found.log_probs[row], alone.log_probs[0], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(linked.found.scores[row], alone.scores[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(linked.candidates.log_probs[row], alone.log_probs[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(linked.candidates.scores[row], alone.scores[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "selector"])
@@ -80,13 +80,13 @@ def test_choices_are_linked_in_c_as_by_torch(kind: str, num: int, monkeypatch: p
     monkeypatch.setitem(edges.__dict__, "tables", None)
     by_torch = edges.link(of_slots, hidden, before, sampling, num)
     assert in_c.places.shape == (5, 4, num)
-    may_be_drawn = by_torch.found.scores > -torch.inf
+    may_be_drawn = by_torch.candidates.scores > -torch.inf
     assert may_be_drawn.sum() > 40
-    sides = ((*linked.found[:3], linked.places.flatten(0, 1)) for linked in (in_c, by_torch))
+    sides = ((*linked.candidates[:3], linked.places.flatten(0, 1)) for linked in (in_c, by_torch))
     for one, other in zip(*sides, strict=True):
         torch.testing.assert_close(one[may_be_drawn], other[may_be_drawn], rtol=1e-4, atol=1e-4)
-    assert in_c.found.scores[~may_be_drawn].equal(by_torch.found.scores[~may_be_drawn])
-    assert in_c.found.drawn.equal(by_torch.found.drawn)
+    assert in_c.candidates.scores[~may_be_drawn].equal(by_torch.candidates.scores[~may_be_drawn])
+    assert in_c.candidates.drawn.equal(by_torch.candidates.drawn)
 
 
 def test_a_selector_has_a_distribution_of_its_choices_alone() -> None:
@@ -94,7 +94,7 @@ def test_a_selector_has_a_distribution_of_its_choices_alone() -> None:
     logits, hidden, before = torch.randn(4, 30), torch.randn(4, WIDTH), torch.randint(0, 30, (4, 3))
     best = candidates(logits, range(4), [*SAMPLINGS] * 2, 8)
     sums = {
-        kind: edges_of(kind, 30).link(best, hidden, before, [*SAMPLINGS] * 2, 8).found.log_probs.exp().sum(dim=1)
+        kind: edges_of(kind, 30).link(best, hidden, before, [*SAMPLINGS] * 2, 8).candidates.log_probs.exp().sum(dim=1)
         for kind in ("vanilla", "selector")
     }
     torch.testing.assert_close(sums["selector"], torch.ones(12))

@@ -20,7 +20,7 @@ Proposals = dict[tuple[int, int], Tensor]
 
 def scores_of(of_pass: Pass) -> list[Tensor]:
     """Scores of every row [its positions, k]; they depend on all of the context."""
-    candidates = of_pass.found.found if isinstance(of_pass.found, Linked) else of_pass.found
+    candidates = of_pass.found.candidates if isinstance(of_pass.found, Linked) else of_pass.found
     per_position = len(candidates.scores) // sum(of_pass.depths)
     return list(candidates.scores.split([depth * per_position for depth in of_pass.depths]))
 

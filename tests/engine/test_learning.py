@@ -125,7 +125,7 @@ class Reader:
 
 def tokens_of(of_pass: Pass, choices: np.ndarray) -> list[int]:
     """Tokens of choices, which are flat places in what was proposed."""
-    candidates = of_pass.found.found if isinstance(of_pass.found, Linked) else of_pass.found
+    candidates = of_pass.found.candidates if isinstance(of_pass.found, Linked) else of_pass.found
     tokens: list[int] = candidates.tokens.reshape(-1)[torch.from_numpy(choices)].tolist()
     return tokens
 

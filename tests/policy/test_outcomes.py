@@ -24,7 +24,7 @@ def test_outcomes_are_of_slots_that_were_reached() -> None:
     assert outcomes.ranks.tolist() == [0, 2, 1, -1, -1, 0, 0]
     assert outcomes.depths.tolist() == [0, 1, 2, 3, 0, 0, 1]
     assert outcomes.num_passed.tolist() == [0, 0, 1, 2, 0, 0, 0]
-    candidates = outcomes.found
+    candidates = outcomes.candidates
     assert candidates.scores[:, 0].tolist() == [0, 2, 4, 6, 8, 16, 18]
     assert candidates.log_probs[:, 0].tolist() == [-100, -98, -96, -94, -92, -84, -82]
     assert candidates.drawn.tolist() == [True] * 4 + [False] * 3
@@ -50,7 +50,7 @@ class Simulated(NamedTuple):
 
 def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
     """The features written down choice by choice: own logits [S, K], and inputs [S, K, NUM_WEIGHTS]."""
-    candidates, own_logits, inputs = outcomes.found, [], []
+    candidates, own_logits, inputs = outcomes.candidates, [], []
     scores, log_probs = candidates.scores.double().numpy(), candidates.log_probs.double().numpy()
     for s, (depth, passed) in enumerate(zip(outcomes.depths.tolist(), outcomes.num_passed.tolist(), strict=True)):
         probs = np.exp(scores[s]) / np.exp(scores[s]).sum() if candidates.drawn[s] else np.exp(log_probs[s])
@@ -67,7 +67,7 @@ def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
 def slow_chances(outcomes: Outcomes, weights: Array) -> Array:
     """[S, K] of weights [2, NUM_WEIGHTS]."""
     logits, inputs = slow_inputs(outcomes)
-    of_slots = weights[outcomes.found.drawn.long().numpy()]
+    of_slots = weights[outcomes.candidates.drawn.long().numpy()]
     chances: Array = 1 / (1 + np.exp(-logits - (inputs * of_slots[:, None]).sum(axis=-1)))
     return chances
 
@@ -101,7 +101,7 @@ def with_ranks(outcomes: Outcomes, ranks: torch.Tensor) -> Outcomes:
 def test_the_fit_is_the_minimum_that_a_slow_search_finds(drawn: bool | None) -> None:
     """Slots that are drawn have weights of their own, which stay zero if there are none."""
     outcomes, _ = simulated(300, MISCALIBRATED, 2, drawn=drawn)
-    right, kinds = outcomes.ranks.numpy()[:, None] == np.arange(K), outcomes.found.drawn.long().numpy()
+    right, kinds = outcomes.ranks.numpy()[:, None] == np.arange(K), outcomes.candidates.drawn.long().numpy()
     own_logits, inputs = slow_inputs(outcomes)
 
     def loss(flat: Array) -> float:
@@ -153,7 +153,7 @@ def test_outcomes_that_are_all_alike_have_finite_weights(rank: int) -> None:
 
 def test_choices_that_cannot_be_drawn_do_no_harm() -> None:
     outcomes, _ = simulated(500, MISCALIBRATED, 4)
-    for values in (outcomes.found.scores, outcomes.found.log_probs):
+    for values in (outcomes.candidates.scores, outcomes.candidates.log_probs):
         values[:, 2:] = -torch.inf
     prior = fit_prior(with_ranks(outcomes, outcomes.ranks.clamp(max=1)))
     assert np.isfinite(prior.weights).all()
@@ -165,7 +165,7 @@ def test_decoding_begins_with_the_chances_that_were_fitted() -> None:
     prior = fit_prior(simulated(2000, MISCALIBRATED, 0).outcomes)
     test, _ = simulated(300, MISCALIBRATED, 1)
     model = AcceptanceModel(7, prior)
-    chances = model.propose(np.ones(300, dtype=bool), test.found, test.depths.numpy()).chances
+    chances = model.propose(np.ones(300, dtype=bool), test.candidates, test.depths.numpy()).chances
     used = chances[test.num_passed.clamp(max=2).numpy(), np.arange(300)]
     fitted = slow_chances(test, prior.weights)
     expected = fitted / np.maximum(fitted.sum(axis=1, keepdims=True), 1.0)

@@ -1,10 +1,10 @@
 """The whole pipeline on the embedded pair, in minutes on two CPU cores: `make demo`.
 
 The demo's prompts are split by a hash of their text. On the training prompts every candidate block size is swept, and
-a policy and the paper's policy are trained on the rows. On the held-out prompts all methods decode, in bfloat16 if
-the CPU has instructions for it. The policy is registered, measured, and promoted if it beats the untrained choice.
-The champion (or the untrained choice while there is none) is served in float32, and its answer must equal exactly
-what the target writes one token at a time. A second run reuses the sweep's rows and registers a new version.
+a policy and the paper's policy are trained on the rows. On the held-out prompts all methods decode, in the fastest
+dtype that is exact on this machine. The policy is registered, measured, and promoted if it beats the untrained
+choice. The champion (or the untrained choice while there is none) is served in float32, and its answer must equal
+exactly what the target writes one token at a time. A second run reuses the sweep's rows and registers a new version.
 """
 
 import socket

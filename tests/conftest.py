@@ -7,6 +7,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # in this process and those that it starts
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # at 15 they starve beside another test
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -55,7 +55,7 @@ def retrained(pair: Pair) -> Pair:
 
 
 def price_here(pair: PairId, **coefficients: float) -> StepPrice:
-    """Of a pair on this device."""
+    """Step cost of a pair on this device."""
     return price(pair=pair, device=device_name(torch.device("cpu")), **coefficients)
 
 

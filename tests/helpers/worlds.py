@@ -30,7 +30,7 @@ class Chat(NamedTuple):
 
 
 Errors = Callable[[int], tuple[bool, bool]]
-"""Whether the first and the second choice of a position are wrong."""
+"""Errors of a position's first and second choice: True if the choice is wrong."""
 
 
 class KnowingDraft(CachedDFlash):

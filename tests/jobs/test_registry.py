@@ -301,7 +301,7 @@ def test_a_challenger_must_beat_the_champion_of_its_pair_and_format(figures: Hel
 
 
 def test_promotion_moves_the_alias_and_records_force(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of policies of both kinds. The first champion may be as fast as the best fixed block size."""
+    """Policies of both kinds; the first champion may be as fast as the best fixed block size."""
 
     def promoted(figures: HeldOut | None, kind: Kind = "prompt", force: bool = False) -> tuple[bool, int | None]:
         register(registry, 0, figures, kind=kind)

@@ -333,7 +333,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_costs_no_row(opened: OpenSweep) -> None:
-    """What was written stays, and what was not is left; the job ends with one line."""
+    """Written rows stay, the others are swept later; the job ends with one line."""
     config, (first, second, *_), folder, metadata, expected = opened
     opened.write(first)
     before = {part: part.stat().st_mtime_ns for part in parts(config)}
@@ -351,7 +351,7 @@ def test_a_full_disk_costs_no_row(opened: OpenSweep) -> None:
 def test_neither_a_lost_node_nor_a_fatal_prompt_cost_other_prompts(
     config: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two nodes one is killed while its worker works; the other one's finishes, every prompt once."""
+    """One of two nodes is killed while its worker works; the other node's finishes, every prompt once."""
     rows = {row.prompt: row for row in synthetic_rows(40, 0)}
     asked, fatal = tmp_path / "many.jsonl", next(iter(rows))
     asked.write_text("".join(json.dumps({"prompt": prompt, "set": "synthetic"}) + "\n" for prompt in rows))

@@ -266,7 +266,7 @@ def check_what_is_kept(
 
 @pytest.mark.usefixtures("in_one_process")
 def test_a_lost_store_costs_no_policy(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be logged is later."""
+    """A later run logs what could not be logged."""
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
     settings = FitSettings("prompt", hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
     store, sweep = tmp_path / "mlflow.db", (str(tmp_path / "sweep"),)

@@ -149,8 +149,8 @@ WHY, AND_THEN = ("user", "Why?"), ("user", "And then?")
 BRIEF, SO = ("system", "Be brief."), ("assistant", "So.")
 ASKED = [{"role": "user", "content": "Why?"}]
 ANSWERED = [*ASKED, *[{"role": "assistant", "content": "So."}] * 2]
-TURNS = ("system", ""), ("Human", "Why?"), ("bing", "So."), ("user", "And then?"), ("chatgpt", None)
-SHAREGPT = [{"from": author, "value": text} for author, text in TURNS]
+MESSAGES = ("system", ""), ("Human", "Why?"), ("bing", "So."), ("user", "And then?"), ("chatgpt", None)
+SHAREGPT = [{"from": role, "value": content} for role, content in MESSAGES]
 PARTS = [
     {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
     {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]},

@@ -88,7 +88,7 @@ def start(config: EvaluateConfig, questions: list[Prompt]) -> Start:
 
 @pytest.fixture(autouse=True)
 def quick_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a price is measured, one timed step of a kind is enough."""
+    """Step costs by one timed step of each mixture."""
     monkeypatch.setattr("jobs.evaluation.actor.measure_price", functools.partial(measure_price, num_steps=1))
 
 

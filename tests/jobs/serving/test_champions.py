@@ -82,7 +82,7 @@ class Followed:
 
     @property
     def priced_device(self) -> str:
-        """Where the step price in use was measured: that of the controller of another request."""
+        """Device of the step cost in use: the one of the controller of another request."""
         self.client.ask(CHAT, BODY)
         return self.replica.loop.engine.controller.price.device
 

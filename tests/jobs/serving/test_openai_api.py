@@ -242,7 +242,7 @@ def test_a_salt_is_a_cache_of_its_own(client: ApiClient) -> None:
 
 @pytest.fixture
 def counted(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, ...]]:
-    """What counters of the replica count, by name and labels."""
+    """Counts of the replica's counters, by name and labels."""
     counts = Counter[tuple[str, ...]]()
 
     def count(counter: metrics.Counter, value: float = 1.0, tags: Mapping[str, str] | None = None) -> None:

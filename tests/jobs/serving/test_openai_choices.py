@@ -273,7 +273,7 @@ SPELLED = {id(BYTE_LEVEL): byte_level_bytes, id(BYTE_FALLBACK): byte_fallback_by
 
 
 def characters_of_bytes(data: bytes) -> list[int]:
-    """Of every byte the character that it is in, U+FFFD for what is none."""
+    """Index of the character that each byte is in, where U+FFFD stands for what is no character."""
     return [len(data[: end + 1].decode(errors="replace")) - 1 for end in range(len(data))]
 
 

@@ -165,7 +165,7 @@ def grammars(tiny_pair: Pair) -> Iterator[Grammars]:
 
 
 class Held:
-    """What a request holds while its grammar is compiled."""
+    """Object that a request holds while its grammar is compiled."""
 
 
 async def refused(grammars: Grammars, asked: Grammar | Calls) -> tuple[Exception, "weakref.ref[Held]"]:

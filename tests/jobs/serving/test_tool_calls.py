@@ -268,11 +268,11 @@ def reader(tiny_pair: Pair) -> Iterator[ApiClient]:
         yield client
 
 
-def rendered(template: str, turns: list[JsonObject], *, plain: bool = False) -> str:
+def rendered(template: str, chat: list[JsonObject], *, plain: bool = False) -> str:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    read = [messages.ChatMessage.model_validate(turn) for turn in turns]
-    return str(tokenizer.decode(encode_messages(tokenizer, messages.shown(read, plain=plain))))
+    parsed = [messages.ChatMessage.model_validate(message) for message in chat]
+    return str(tokenizer.decode(encode_messages(tokenizer, messages.shown(parsed, plain=plain))))
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,8 @@ static inline __attribute__((always_inline)) void block(
         for (long v = 0; v < vectors; v++)
             sum[row][v] = bias ? load(bias + v * LANES) : (lanes){0};
     for (long unit = 0; unit < size; unit++, x += PER_UNIT, weights += PANEL) {
+        for (long v = 0; v < vectors; v += PANEL / LANES)
+            __builtin_prefetch(weights + (PANELS + v * LANES / PANEL) * size * PANEL, 0, 2);
         add_part(num, vectors, 0, inputs, x, weights, size * PANEL, sum);
         if (PARTS > 1)
             add_part(num, vectors, 1, inputs, x, weights, size * PANEL, sum);
@@ -167,15 +169,21 @@ BLOCKS(of_unit, VECTORS)
 BLOCKS(of_panel, PANEL / LANES)
 BLOCKS(of_few, 1)
 
-static long rows_of_block(long left) { return left < ROWS ? left : ROWS; }
+/* Blocks of about the same number of rows: those of one or two rows wait for their sums. */
+static long rows_of_block(long left)
+{
+    long num = (left + ROWS - 1) / ROWS;
+    return (left + num - 1) / num;
+}
 
-/* Blocks of ROWS rows, and one of the remaining rows. */
 static void blocks(
     block_of *const *by_rows, const struct linear *linear, long rows, const input *x, stored *out, long outputs)
 {
-    for (long row = 0; row < rows; row += ROWS)
-        by_rows[rows_of_block(rows - row) - 1](linear->inputs, x + row * linear->inputs, linear->weights, linear->bias,
-                                               out + row * outputs, NULL, outputs);
+    for (long row = 0, num; row < rows; row += num) {
+        num = rows_of_block(rows - row);
+        by_rows[num - 1](linear->inputs, x + row * linear->inputs, linear->weights, linear->bias, out + row * outputs,
+                         NULL, outputs);
+    }
 }
 
 /* The outputs of a last panel, fewer than PANEL. */
@@ -183,8 +191,8 @@ static void last_outputs(const struct linear *linear, long rows, const input *x,
 {
     float sums[ROWS * PANEL];
     stored whole[PANEL];
-    for (long row = 0; row < rows; row += ROWS) {
-        long num = rows_of_block(rows - row);
+    for (long row = 0, num; row < rows; row += num) {
+        num = rows_of_block(rows - row);
         of_panel[num - 1](linear->inputs, x + row * linear->inputs, linear->weights, linear->bias, NULL, sums, PANEL);
         for (long i = 0; i < num; i++) {
             for (long v = 0; v < PANEL; v += LANES)
@@ -236,8 +244,8 @@ static void by_lanes(const struct batch *batches, uint64_t *shares, long threads
 static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
 {
     input room[PARTS > 1 ? ROWS * inputs : 1];
-    for (long row = 0; row < rows; row += ROWS) {
-        long num = rows_of_block(rows - row);
+    for (long row = 0, num; row < rows; row += num) {
+        num = rows_of_block(rows - row);
         const input *own = as_multiplied(x + row * inputs, num * inputs, room);
         (outputs == FEW ? of_few : of_panel)[num - 1](inputs, own, panel, NULL, NULL, sums + row * outputs, outputs);
     }

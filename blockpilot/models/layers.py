@@ -267,9 +267,9 @@ class DecoderLayers:
         self._layers, self._norm = layers, norm.detach().clone()
         self._form = LayerForm.of(config)
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
-        self.most_captured = min((mixture.most_captured for mixture in mixtures), default=MOST_TOKENS)
-        if mixtures and norm.is_cuda:
-            self.most_captured = 0  # graphs of mixtures have only run uncaptured so far, on a CPU
+        most = min((mixture.most_captured for mixture in mixtures), default=MOST_TOKENS)
+        # Graphs of mixtures have only run uncaptured so far, on a CPU.
+        self.most_captured = 0 if mixtures and norm.is_cuda else most
         """Maximum number of tokens of a CUDA graph; 0 for none."""
 
     def __len__(self) -> int:

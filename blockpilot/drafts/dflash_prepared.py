@@ -3,10 +3,9 @@
 It computes what `DraftModel` computes, from the same weights.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,44 +14,17 @@ from transformers import PreTrainedModel
 from blockpilot.device import sent, tensor_on
 from blockpilot.drafts.base import Asked, Choose, PreparedDraft
 from blockpilot.drafts.choices import Linked
-from blockpilot.drafts.dflash import DraftLayer, DraftModel, through
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
+from blockpilot.models.layers import ContextProjection, Mask
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing
+from blockpilot.models.rotary import Rotary, RotaryTable
 from blockpilot.native.products import Padding
 from blockpilot.types import Candidates
-
-
-class ConvolvedLayers(DecoderLayers):
-    """Layers with convolutions over a block's tokens (DFlash 2), by torch."""
-
-    def __init__(self, draft: DraftModel) -> None:
-        super().__init__(
-            [LayerWeights(layer, draft.config) for layer in draft.layers], draft.norm.weight, draft.config
-        )
-        self._convolutions = [
-            (layer.attention_conv, layer.mlp_conv) for layer in cast(Iterable[DraftLayer], draft.layers)
-        ]
-
-    def of_blocks(
-        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], offsets: Tensor
-    ) -> Tensor:
-        """As a call, of tokens [N, hidden] with these offsets [N] in their blocks."""
-        for i, (layer, (of_attention, of_mlp)) in enumerate(zip(self._layers, self._convolutions, strict=True)):
-            attention = partial(self._attend, i, rotary=rotary, cache=cache, masks=masks[i])
-            hidden = hidden + through(of_attention, self._norm_of(hidden, layer.before), offsets, attention)
-            hidden = hidden + through(of_mlp, self._norm_of(hidden, layer.after), offsets, layer.mlp)
-        return self._norm_of(hidden, self._norm)
-
-
-def _layers_of(draft: DraftModel) -> DecoderLayers:
-    if draft.options.conv_kernel_size:
-        return ConvolvedLayers(draft)
-    return layers_of(draft.layers, draft.norm.weight, draft.config)
 
 
 class CachedDFlash:
@@ -61,7 +33,7 @@ class CachedDFlash:
     @torch.no_grad()
     def __init__(self, draft: DraftModel) -> None:
         self.draft, config = draft, draft.config
-        self._layers = _layers_of(draft)
+        self._layers = layers_of(draft.layers, draft.norm.weight, config)
         fc = prepared(draft, "fc", outputs=Padding.to_multiple(config.hidden_size))
         self._fused = ContextProjection(fc, draft.hidden_norm.weight)
         self._rotary = RotaryTable(draft.rotary_emb)
@@ -112,22 +84,17 @@ class CachedDFlash:
         queries = packing.pad(packing.positions)
         ends = queries[:, 0] + packing.spans[0]
         masks = self._masks(packing, queries, ends, cache.length)
-        return self._through(hidden, table.at(packing.positions), cache, masks, packing.offsets)
+        return self._run(hidden, table.at(packing.positions), cache, masks)
 
     def _in_box(
         self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
         queries, ends = (values.view(box.rows, box.width) for values in (places.positions, places.ends))
         masks = self._masks(packing, queries, ends[:, 0], box.length)
-        offsets = torch.arange(box.width, device=hidden.device).repeat(box.rows)
-        return (self._through(hidden, table.at(places.positions), cache, masks, offsets),)
+        return (self._run(hidden, table.at(places.positions), cache, masks),)
 
-    def _through(
-        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], offsets: Tensor
-    ) -> Tensor:
-        """Hidden states of tokens [N, hidden] with these offsets [N] in their blocks, after all layers."""
-        if isinstance(self._layers, ConvolvedLayers):
-            return self._layers.of_blocks(hidden, rotary, cache, masks, offsets)
+    def _run(self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]]) -> Tensor:
+        """Hidden states of tokens [N, hidden] after all layers."""
         return self._layers(hidden, [rotary] * len(masks), cache, masks, ())[0]
 
     def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:

@@ -21,9 +21,10 @@ from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import Mask, RotaryTable
+from blockpilot.models.layers import Mask
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing
+from blockpilot.models.rotary import RotaryTable
 from blockpilot.native.products import Padding
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates
 

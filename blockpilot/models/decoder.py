@@ -16,10 +16,11 @@ from blockpilot.models.cache import SlotCache, SlotView, key_heads
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.hybrid import HybridLayers
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
-from blockpilot.models.layers import DecoderLayers, Mask, Rotary, RotaryTable
+from blockpilot.models.layers import DecoderLayers, Mask
 from blockpilot.models.native_hybrid import STRIP, NativeHybridLayers, hybrid_layers_of
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
+from blockpilot.models.rotary import Rotary, RotaryTable
 from blockpilot.models.states import FULL, LINEAR, StateCache
 from blockpilot.native.library import reason_without
 

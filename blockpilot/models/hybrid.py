@@ -17,7 +17,8 @@ from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.delta_net import DeltaNetWeights, StatePass
 from blockpilot.models.experts import Mixture
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import Mask, Rotary, attend_parts
+from blockpilot.models.layers import Mask, attend_parts
+from blockpilot.models.rotary import Rotary
 from blockpilot.models.states import Accept, StateCache, StateShape
 from blockpilot.native.products import Padding
 

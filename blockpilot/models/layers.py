@@ -4,79 +4,23 @@ They compute the same as the model, from the same weights, in few calls: queries
 product, gate and up from another; one call a layer stores keys and values. native_layers.py is the version in C.
 """
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
+from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.expert_form import RouterForm
 from blockpilot.models.experts import Mixture
 from blockpilot.models.graphs import MOST_TOKENS
 from blockpilot.models.kernels import Product, prepared
 from blockpilot.models.packing import Packing, folded
+from blockpilot.models.rotary import Rotary
 from blockpilot.native.products import INPUTS, Padding
-
-
-class Rotary(NamedTuple):
-    """Rotation of heads by their positions, [N, 1, head_dim]: cosines, and sines whose first half is negated."""
-
-    cosines: Tensor
-    sines: Tensor
-
-    @classmethod
-    def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor, *layer_type: str) -> Self:
-        """For tokens at positions [N], by a model's rotary embedding, in the dtype of `hidden`.
-
-        layer_type: given if the embedding differs by it.
-        """
-        tables = embedding(hidden, positions[None], *layer_type)
-        cosines, sines = (table[0, :, None] for table in tables)  # [N, 1, head_dim]
-        if cosines.shape[-1] == len(getattr(embedding, "inv_freq", ())):  # of one half, as gpt-oss's
-            cosines, sines = (table.repeat(1, 1, 2) for table in (cosines, sines))
-        negated, straight = sines.chunk(2, dim=-1)
-        return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
-
-    def at(self, positions: Tensor) -> Self:
-        """Entries at these positions, of a table by position."""
-        return type(self)(self.cosines[positions], self.sines[positions])
-
-
-class RotaryTable:
-    """A model's rotary embedding, computed once for all positions of a cache.
-
-    Embeddings of type "dynamic" and "longrope" depend on the longest text. Here that is the maximum length of the
-    cache, as in vLLM, so that a row's result does not depend on the other rows of the batch.
-
-    layer_type: of an embedding that differs by it, such as Gemma 3's.
-    """
-
-    def __init__(self, embedding: Any, layer_type: str | None = None) -> None:
-        kind = getattr(embedding, "rope_type", "default")
-        self._embedding, self._layer_type = embedding, (layer_type,) if layer_type and isinstance(kind, dict) else ()
-        self._table: Rotary | None = None
-        self._length = 0  # maximum length of a text that the table was computed for
-        kind = kind[layer_type] if isinstance(kind, dict) else kind
-        self._depends_on_longest = "dynamic" in kind or kind == "longrope"
-
-    def table(self, cache: SlotCache | SlotView, hidden: Tensor) -> Rotary:
-        """Table of at least the positions of a cache, in the dtype of `hidden`."""
-        table, length = self._table, cache.max_length
-        is_long = self._length == length if self._depends_on_longest else self._length >= length
-        if (
-            table is None
-            or not is_long
-            or len(table.cosines) < cache.num_columns
-            or table.cosines.dtype != hidden.dtype
-        ):
-            positions = torch.arange(cache.num_columns, device=hidden.device).clamp_(max=length - 1)
-            table, self._length = Rotary.of(self._embedding, hidden, positions, *self._layer_type), length
-            self._table = table
-        return table
 
 
 class Mask:
@@ -217,6 +161,10 @@ class LayerWeights:
         if self.beside is not None:
             self.mixture = Mixture(module)
         self.inputs = InputWeights.of(module) if hasattr(module, "per_layer_input_gate") else None
+        self.convolutions: list[Any] = [getattr(module, name, None) for name in ("attention_conv", "mlp_conv")]
+        """Modules of DFlash 2 (drafts/dflash.py) around attention and the MLP; None if there are none."""
+        for convolution in filter(None, self.convolutions):
+            prepared(convolution, "kernel_projection")
 
     @property
     def num_inputs(self) -> int:
@@ -302,8 +250,10 @@ class DecoderLayers:
         for i, layer in enumerate(self._layers):
             x = first_input if i == 0 else None
             x = self._add_norm(hidden, delta, layer.before, scalar) if x is None else x
-            attended = self._normed(self._attend(i, x, rotaries[i], cache, masks[i]), layer.of_attended)
-            delta = layer.mlp(self._add_norm(hidden, attended, layer.after))
+            attend = partial(self._attend, i, rotary=rotaries[i], cache=cache, masks=masks[i])
+            of_attention, of_mlp = layer.convolutions
+            attended = self._normed(_through(of_attention, x, masks[i], attend), layer.of_attended)
+            delta = _through(of_mlp, self._add_norm(hidden, attended, layer.after), masks[i], layer.mlp)
             if layer.beside is not None:
                 delta = self._with_experts(layer, hidden, delta, layer.beside)
             delta = self._normed(delta, layer.of_mlp)
@@ -371,6 +321,11 @@ class DecoderLayers:
 
     def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self._form.norm(hidden, weight)
+
+
+def _through(convolution: Any, x: Tensor, masks: Sequence[Mask], sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sublayer of x [N, hidden], convolved if there is a convolution."""
+    return sublayer(x) if convolution is None else convolution(x, masks[0].packing.offsets, sublayer)
 
 
 def _scaled(hidden: Tensor, scalar: float) -> Tensor:

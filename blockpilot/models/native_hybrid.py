@@ -19,9 +19,10 @@ from blockpilot.models.cache import SlotView
 from blockpilot.models.delta_net import DeltaNetWeights, StatePass
 from blockpilot.models.experts import Mixture
 from blockpilot.models.hybrid import HybridLayers, HybridPass, HybridWeights
-from blockpilot.models.layers import Mask, Rotary, half_heads
+from blockpilot.models.layers import Mask, half_heads
 from blockpilot.models.native_experts import NativeMixtures
 from blockpilot.models.native_layers import NativeAttention
+from blockpilot.models.rotary import Rotary
 from blockpilot.models.states import Accept, StateShape
 from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Padding

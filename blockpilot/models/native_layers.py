@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotView, layer_config, num_kv_heads
 from blockpilot.models.kernels import Product
-from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, Rotary, half_heads
+from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, half_heads
 from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
+from blockpilot.models.rotary import Rotary
 from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Linear, Padding
 
@@ -47,12 +48,17 @@ class _LayerInputStruct(Structure):
     _fields_ = (*fields(Linear, "gate", "projection"), ("norm", c_void_p))
 
 
+class _ConvolutionStruct(Structure):
+    _fields_ = (("projection", Linear), ("fixed", c_void_p), *fields(c_long, "taps", "group"))
+
+
 class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
         ("beside", POINTER(_BesideStruct)),
         ("inputs", POINTER(_LayerInputStruct)),
+        ("convolutions", POINTER(_ConvolutionStruct)),
         *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
         ("scalar", c_float),
     )
@@ -113,8 +119,10 @@ class NativeLayers(DecoderLayers):
         self._inputs = Padding.to_multiple(max(layer.num_inputs for layer in layers))
         inner = max(self._inputs.padded, *(shape.inner for shape in self._shapes))
         routed = self._widths.padded * any(layer.beside is not None for layer in layers)
+        projections = [of.kernel_projection for layer in layers for of in filter(None, layer.convolutions)]
+        convolved = max((of.out_features for of in projections), default=0), self._widths.padded * bool(projections)
         self._halves = [layer.halves for layer in layers]
-        self._buffers = all_heads, attended, self._widths.padded, 2 * inner, inner, routed
+        self._buffers = all_heads, attended, self._widths.padded, 2 * inner, inner, routed, *convolved
 
     @property
     def halves(self) -> list[Padding]:
@@ -143,8 +151,18 @@ class NativeLayers(DecoderLayers):
         if layer.inputs is not None:
             of_inputs = map(_packed, (layer.inputs.gate, layer.inputs.projection))
             inputs = pointer(_LayerInputStruct(*of_inputs, of_input))
-        self._pointers += [beside, inputs]
-        return _LayerStruct(*products, of_experts, beside, inputs, *first, layer.scalar)
+        convolutions = self._convolutions_of(layer) if all(layer.convolutions) else None
+        self._pointers += [beside, inputs, convolutions]
+        return _LayerStruct(*products, of_experts, beside, inputs, convolutions, *first, layer.scalar)
+
+    def _convolutions_of(self, layer: LayerWeights) -> Any:
+        structs = (_ConvolutionStruct * 2)()
+        for i, module in enumerate(layer.convolutions):
+            fixed = self._widths.pad(module.base_kernel.detach()).contiguous()
+            self._pointers.append(fixed)
+            projection = _packed(module.kernel_projection.product)
+            structs[i] = _ConvolutionStruct(projection, fixed.data_ptr(), fixed.shape[1], module.group_size)
+        return structs
 
     def __call__(
         self,
@@ -330,7 +348,7 @@ def _packed(product: Product | None) -> Linear:
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
-    buffers = (c_void_p,) * 11  # first input, inputs of layers, hidden, and buffers
+    buffers = (c_void_p,) * 13  # first input, inputs of layers, hidden, and buffers
     structs = c_long, POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), POINTER(_RotaryStruct)),

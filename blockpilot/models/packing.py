@@ -87,6 +87,8 @@ class Packing:
     @property
     def offsets(self) -> Tensor:
         """[N]: the index of every token in its row."""
+        if self._uniform:  # nothing is copied to the device, as a CUDA graph needs
+            return torch.arange(self.width, device=self._device).repeat(len(self.sizes))
         return self._on_device[1]
 
     @property

@@ -23,11 +23,19 @@ struct inputs {
     const stored *norm;
 };
 
+/* Of a sublayer, over the tokens of a block (DFlash 2): kernels are fixed ones, and a projection of what it reads. */
+struct convolution {
+    struct linear projection; /* [hidden] -> [2, taps, hidden / group] */
+    const stored *fixed; /* [2, taps, hidden] */
+    long taps, group; /* channels that share a projected kernel */
+};
+
 struct layer {
     struct linear qkv, out, gate_up, down; /* the last two are unused with experts alone */
     const struct experts *experts; /* or NULL */
     const struct beside *beside; /* of experts beside an MLP, or NULL */
     const struct inputs *inputs; /* of an input of its own, or NULL */
+    const struct convolution *convolutions; /* [2], of attention and of the MLP, or NULL */
     const stored *before, *after; /* norm weights [hidden], before attention and after it */
     const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
     const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
@@ -442,22 +450,61 @@ static void add_inputs(const struct shape *shape, const struct inputs *own, long
     multiply(&own->projection, rows, gated, found, of_projection, threads);
 }
 
+/* Projected kernels of LANES channels from `first` on. */
+static inline lanes kernels_of(const stored *projected, long first, long group, long groups)
+{
+    float own[LANES];
+    if (group % LANES == 0)
+        return spread(number(projected + (first / group < groups ? first / group : groups - 1)));
+    for (long lane = 0; lane < LANES; lane++) {
+        long place = (first + lane) / group;
+        own[lane] = number(projected + (place < groups ? place : groups - 1)); /* padding is multiplied by 0 */
+    }
+    return load_floats(own);
+}
+
+/* x [tokens, hidden] -> out: for every token the sum over taps t of a kernel times the token t before it in its row.
+ * side: 0 for what the sublayer reads, 1 for what it returns. projected: kernels [tokens, 2, taps, hidden / group]. */
+static void convolve(const struct shape *shape, const struct convolution *own, long side, long num_parts,
+                     const struct part *parts, const stored *projected, const stored *x, stored *out)
+{
+    long width = shape->hidden, groups = shape->own_hidden / own->group;
+    for (const struct part *part = parts; part < parts + num_parts; part++)
+#pragma omp for
+        for (long row = 0; row < part->rows; row++)
+            for (long place = 0; place < part->sizes[row]; place++) {
+                long token = part->firsts[row] + place;
+                const stored *of_token = projected + token * own->projection.outputs;
+                for (long i = 0; i < width; i += LANES) {
+                    lanes total = {0};
+                    for (long tap = 0; tap < own->taps && tap <= place; tap++) {
+                        long kernel = side * own->taps + tap;
+                        lanes both = load(own->fixed + kernel * width + i)
+                                     + kernels_of(of_token + kernel * groups, i, own->group, groups);
+                        total = fused(both, load(x + (token - tap) * width + i), total);
+                    }
+                    store(total, out + token * width + i);
+                }
+            }
+}
+
 /* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
  * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller, wide enough for
  * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], found [tokens,
  * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if experts are beside an MLP,
- * scores (see attend), and of experts, if any. The first layer's queries, keys and values are computed from `given`, or
- * from normed hidden if that is NULL. inputs [tokens, layers, numbers of an input]: of layers that have such. Returns 0,
- * or -1, before anything is written, if a slot or column is outside the cache. */
+ * projected (see convolve) and convolved [tokens, hidden] with convolutions, scores (see attend), and of experts, if any.
+ * The first layer's queries, keys and values are computed from `given`, or from normed hidden if that is NULL. inputs
+ * [tokens, layers, numbers of an input]: of layers that have such. Returns 0, or -1, before anything is written, if a
+ * slot or column is outside the cache. */
 int run_layers(long num_layers, const struct shape *shapes, const struct layer *layers, const stored *last,
                const struct tokens *tokens, const struct rotary *rotaries, long num_parts,
                const struct part *const *parts, const stored *given, const stored *inputs, stored *hidden, stored *x,
                stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, stored *routed,
-               float *scores, long room, const struct room_of_experts *of_experts, long num_kept, const int64_t *kept,
-               stored *features, int threads)
+               stored *projected, stored *convolved, float *scores, long room, const struct room_of_experts *of_experts,
+               long num_kept, const int64_t *kept, stored *features, int threads)
 {
     long num = tokens->num, width = shapes->hidden;
-    uint64_t shares[num_layers][6][threads];
+    uint64_t shares[num_layers][8][threads];
     if (!fits(tokens))
         return -1;
     for (long i = 0; i < num_layers; i++) {
@@ -469,32 +516,58 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
             share_out(&layers[i].inputs->gate, 1, threads, shares[i][4]);
             share_out(&layers[i].inputs->projection, 1, threads, shares[i][5]);
         }
+        for (long c = 0; layers[i].convolutions && c < 2; c++)
+            share_out(&layers[i].convolutions[c].projection, 1, threads, shares[i][6 + c]);
     }
 #pragma omp parallel num_threads(threads)
     {
         const stored *of_mlp = NULL;
+        stored *delta = NULL; /* waits for the next norm */
         float scalar = 1;
         for (long i = 0; i < num_layers; i++) {
             const struct layer *layer = layers + i;
             const struct shape *shape = shapes + i;
-            int is_given = !i && given;
-            if (!is_given)
-                add_norm(shape, num, hidden, i ? found : NULL, of_mlp, scalar, layer->before, x);
+            const struct convolution *around_attention = layer->convolutions;
+            const struct convolution *around_mlp = around_attention ? around_attention + 1 : NULL;
+            const stored *read = x;
+            if (!i && given)
+                read = given;
+            else
+                add_norm(shape, num, hidden, delta, of_mlp, scalar, layer->before, x);
             keep(i - 1, num_kept, kept, num, width, hidden, features);
-            multiply(&layer->qkv, num, is_given ? given : x, heads, shares[i][0], threads);
+            if (around_attention) {
+                multiply(&around_attention->projection, num, x, projected, shares[i][6], threads);
+                convolve(shape, around_attention, 0, num_parts, parts[i], projected, x, convolved);
+                read = convolved;
+            }
+            multiply(&layer->qkv, num, read, heads, shares[i][0], threads);
             rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->of_heads, tokens->caches[i], heads);
             for (long part = 0; part < num_parts; part++)
                 attend(parts[i] + part, tokens, shape, tokens->caches[i], heads, layer->sinks, scores, room, attended);
             multiply(&layer->out, num, attended, found, shares[i][1], threads);
-            add_norm(shape, num, hidden, found, layer->of_attended, 1, layer->after, x);
-            of_mlp = layer->of_mlp, scalar = layer->scalar;
+            delta = found, read = x;
+            if (around_attention) {
+                convolve(shape, around_attention, 1, num_parts, parts[i], projected, found, convolved);
+                delta = convolved;
+            }
+            add_norm(shape, num, hidden, delta, layer->of_attended, 1, layer->after, x);
+            of_mlp = layer->of_mlp, scalar = layer->scalar, delta = found;
             if (layer->experts && !layer->beside) {
                 mix(layer->experts, num, width, x, x, of_experts, found, threads);
                 continue;
             }
-            multiply(&layer->gate_up, num, x, gate_up, shares[i][2], threads);
+            if (around_mlp) {
+                multiply(&around_mlp->projection, num, x, projected, shares[i][7], threads);
+                convolve(shape, around_mlp, 0, num_parts, parts[i], projected, x, convolved);
+                read = convolved;
+            }
+            multiply(&layer->gate_up, num, read, gate_up, shares[i][2], threads);
             (shape->gelu ? geglu : swiglu)(num, shape->inner, gate_up, gated);
             multiply(&layer->down, num, gated, found, shares[i][3], threads);
+            if (around_mlp) {
+                convolve(shape, around_mlp, 1, num_parts, parts[i], projected, found, convolved);
+                delta = convolved;
+            }
             if (layer->beside)
                 add_experts(shape, layer, num, hidden, x, routed, of_experts, found, threads);
             if (layer->inputs) {
@@ -504,7 +577,7 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
                 of_mlp = layer->inputs->norm;
             }
         }
-        add_norm(shapes, num, hidden, found, of_mlp, scalar, last, x);
+        add_norm(shapes, num, hidden, delta, of_mlp, scalar, last, x);
         keep(num_layers - 1, num_kept, kept, num, width, x, features); /* normed, as in transformers */
     }
     return 0;

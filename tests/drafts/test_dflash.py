@@ -82,14 +82,24 @@ def as_training(
     "changes",
     [
         *({}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": False}),
-        *({"dflash_config": CONVOLVED}, SLIDING | {"is_causal": False, "dflash_config": CONVOLVED}),
+        *({"dflash_config": CONVOLVED}, {"dflash_config": CONVOLVED | {"conv_group_size": 6}}),
+        SLIDING | {"is_causal": False, "dflash_config": CONVOLVED},
     ],
 )
 def test_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor]) -> None:
-    """Rows of different sizes side by side, whose context ends before what is cached.
+    """Rows of different sizes side by side, whose context ends before what is cached."""
+    check_equals_the_reference(changes, run)
 
-    fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp.
-    """
+
+@pytest.mark.usefixtures("without_c")
+@pytest.mark.parametrize("changes", [{}, {"dflash_config": CONVOLVED}])
+def test_layers_by_torch_equal_the_reference(changes: dict[str, Any]) -> None:
+    """As on a GPU, and on a CPU without a compiler."""
+    check_equals_the_reference(changes, as_engine)
+
+
+def check_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor]) -> None:
+    """fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
     draft, (features, tokens, embedding) = random_draft(use_sliding_window=True, **changes), inputs(3)
     anchors, sizes = [CONTEXT, 4, 9], [BLOCK, 2, 3]
     block = torch.cat([tokens[:, None], torch.full((3, BLOCK - 1), MASK_ID)], dim=1)

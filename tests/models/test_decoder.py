@@ -14,8 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.decoder import check_network
-from blockpilot.models.layers import Rotary, RotaryTable
 from blockpilot.models.packing import Packing
+from blockpilot.models.rotary import Rotary, RotaryTable
 from blockpilot.models.target import Target
 from helpers.tiny import (
     tiny_gemma,

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, key_heads, key_layers, layer_config
 from blockpilot.models.kernels import Product
-from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, Rotary
+from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing
+from blockpilot.models.rotary import Rotary
 from blockpilot.native.library import library_for
 from helpers.tiny import tiny_target
 

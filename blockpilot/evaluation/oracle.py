@@ -46,11 +46,6 @@ class Potential(NamedTuple):
     def best_fixed_rate(self) -> float:
         return self.fixed[self.best_fixed]
 
-    @property
-    def headroom(self) -> float:
-        """Relative gain of the oracle over the best fixed block size."""
-        return self.oracle / self.best_fixed_rate - 1
-
 
 def potential(table: Table, candidates: Sequence[int]) -> Potential:
     """Rates of a table with one column per candidate; ties go to the smallest block size."""

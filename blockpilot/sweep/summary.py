@@ -3,11 +3,21 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 
 from blockpilot.sweep.rows import SweepRow
 from blockpilot.sweep.trees import MOST_NODES, emitted_along
+
+
+class SlotAccuracy(NamedTuple):
+    """Shares of positions where a slot's first choice, after the right token before it, is the target's token, and
+    where any recorded choice is.
+    """
+
+    first: float
+    any: float
 
 
 @dataclass
@@ -24,6 +34,9 @@ class Summary:
     num_places: int = 0  # positions of rows with `step_nodes`
     tree_steps: Counter[int] = field(default_factory=Counter)  # by nodes of a tree: steps through these positions
     chain_steps: Counter[int] = field(default_factory=Counter)  # by drafted tokens of a chain: likewise
+    slots: Counter[int] = field(default_factory=Counter)  # by slot: positions where a dense sweep recorded choices
+    first_right: Counter[int] = field(default_factory=Counter)  # by slot: the first choice is the target's token
+    any_right: Counter[int] = field(default_factory=Counter)  # by slot: a choice is
 
     def add(self, rows: Sequence[SweepRow]) -> "Summary":
         """Add rows and return the summary. Among equally good candidates the smallest counts as the best."""
@@ -37,6 +50,8 @@ class Summary:
             if row.accepted:
                 self.num_dense_tokens += len(row.accepted[0])
                 self.num_fewest_steps += fewest_steps(row.accepted)
+            if row.step_ranks:
+                self._add_slots(row)
             if row.step_nodes:
                 self._add_trees(row)
         return self
@@ -49,6 +64,14 @@ class Summary:
             for part in fields(cls):
                 setattr(total, part.name, getattr(total, part.name) + getattr(summary, part.name))
         return total
+
+    def _add_slots(self, row: SweepRow) -> None:
+        ranks = np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
+        for slot, of_slot in enumerate(ranks.T, 1):
+            known = of_slot != -2
+            self.slots[slot] += int(known.sum())
+            self.first_right[slot] += int((of_slot == 0).sum())
+            self.any_right[slot] += int((of_slot >= 0).sum())
 
     def _add_trees(self, row: SweepRow) -> None:
         recorded = slice(row.step_places[0], row.step_places[-1] + 1)
@@ -74,6 +97,15 @@ class Summary:
     def chain_curve(self) -> dict[int, float]:
         """tau of chains by number of drafted tokens, over the same positions as `tree_curve`."""
         return {num: self.num_places / steps for num, steps in self.chain_steps.items()}
+
+    @property
+    def slot_accuracy(self) -> dict[int, SlotAccuracy]:
+        """Accuracy of the draft's choices by slot, over the positions where a dense sweep recorded them."""
+        return {
+            slot: SlotAccuracy(self.first_right[slot] / num, self.any_right[slot] / num)
+            for slot, num in sorted(self.slots.items())
+            if num
+        }
 
     @property
     def best_counts(self) -> dict[int, int]:

@@ -32,6 +32,8 @@ def show(
     Console().print(table)
     if len(by_set) > 1:
         Console().print(_tau_by_set(summary, by_set))
+    if summary.slot_accuracy:
+        Console().print(_accuracy_by_slot(summary))
     if price:
         print(
             f"times AR: tau over the step cost at {price.context} tokens ({price.device}; "
@@ -50,6 +52,14 @@ def _tau_by_set(summary: Summary, by_set: Mapping[str, Summary]) -> Table:
     table = Table("block size", *(f"{name} ({by_set[name].num_rows})" for name in names), title="tau by prompt set")
     for size in summary.tau_curve:
         table.add_row(str(size), *(f"{by_set[name].tau_curve[size]:.3f}" for name in names))
+    return table
+
+
+def _accuracy_by_slot(summary: Summary) -> Table:
+    accuracy = summary.slot_accuracy
+    table = Table("", *map(str, accuracy), title="draft's choices by slot, after the right token before it")
+    for name, shares in zip(("first right", "any right"), zip(*accuracy.values(), strict=True), strict=True):
+        table.add_row(name, *(f"{share:.2f}" for share in shares))
     return table
 
 

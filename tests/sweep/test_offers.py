@@ -134,3 +134,19 @@ def test_totals_of_trees_and_chains(tiny_pair: Pair) -> None:
     assert list(total.tree_curve) == list(range(1, MOST_NODES + 1))
     assert list(total.chain_curve) == [3, 5]  # of CANDIDATES those that draft
     assert 1.0 < total.chain_curve[3] < total.tree_curve[MOST_NODES]
+
+
+def test_accuracy_of_slots_is_that_of_their_recorded_ranks(tiny_pair: Pair) -> None:
+    """A place near the end of a text has fewer slots."""
+    rows, counts = dense(tiny_pair, 6.0), dict[int, list[int]]()
+    accuracy = Summary().add(rows).slot_accuracy
+    for row in rows:
+        depth = len(row.step_ranks) // len(row.step_places)
+        for i, rank in enumerate(np.frombuffer(row.step_ranks, np.int8).tolist()):
+            if rank != -2:
+                of_slot = counts.setdefault(1 + i % depth, [0, 0, 0])
+                for place, holds in enumerate((True, rank == 0, rank >= 0)):
+                    of_slot[place] += holds
+    assert accuracy == {slot: (first / num, right / num) for slot, (num, first, right) in sorted(counts.items())}
+    assert len(accuracy) == tiny_pair.block_size - 1
+    assert 0 < accuracy[1].first < accuracy[1].any

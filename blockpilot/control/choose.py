@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
-from blockpilot.control.cost import Load, StepPrice, more_tiles
+from blockpilot.control.cost import Load, StepPrice, Tiles
 from blockpilot.native.growing import Nodes, select_nodes
 
 Array = NDArray[Any]
@@ -47,9 +47,9 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: L
     tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
     load = other_load._replace(rows=other_load.rows + num_rows)
     if price.tile_s:
-        tokens, nodes = _with_full_tiles(tokens, nodes, load.num_tokens, price.tile)
+        tokens, nodes = _with_full_tiles(tokens, nodes, load.num_tokens, price.tiles)
     plain_s = price.seconds(load)
-    tiles = more_tiles(load.num_tokens + nodes, price.tile) - more_tiles(load.num_tokens, price.tile)
+    tiles = price.tiles.beyond(load.num_tokens + nodes) - price.tiles.beyond(load.num_tokens)
     seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + tiles * price.tile_s
     seconds += price.more_experts_s(load.num_tokens, nodes)
     rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, other_load), (-1, 1)))
@@ -58,14 +58,14 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: L
     return RowPlan(rate, (saved_s - saved_s[..., :1].clip(min=-plain_s)) / num_rows)
 
 
-def _with_full_tiles(tokens: Array, nodes: Array, num: int, tile: int) -> tuple[Array, Array]:
+def _with_full_tiles(tokens: Array, nodes: Array, num: int, tiles: Tiles) -> tuple[Array, Array]:
     """Expected tokens and nodes by thresholds [..., J], and for F numbers of nodes that fill a tile: [..., J + F].
 
     The step has `num` tokens without nodes. `choose_nodes` fills tiles, between two thresholds: of sixteen rows a
-    tile has few thresholds.
+    tile has few thresholds. Further tiles of one token are always full.
     """
-    free = -num % tile or tile
-    fills = np.arange(free, nodes.max() + tile, tile)
+    free = tiles.first - num if num < tiles.first else -(num - tiles.first) % tiles.further or tiles.further
+    fills = np.arange(free, nodes.max() + tiles.further, tiles.further) if tiles.further > 1 else np.array([free])
     # From no nodes to those above the least threshold, [..., 1 + J].
     xs, ys = (np.concatenate([np.zeros_like(v[..., :1]), v[..., ::-1]], axis=-1) for v in (nodes, tokens))
     filled = np.minimum(fills, xs[..., -1:])
@@ -122,7 +122,7 @@ def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) ->
     threshold. drafted: the step's load without these nodes.
     """
     saved_s = trees.nodes.chances / rates[:, None]
-    costs = price.token_s, price.tile_s, price.tile, price.experts_s, price.expert_share
+    costs = price.token_s, price.tile_s, price.tiles, price.experts_s, price.expert_share
     selected = select_nodes(saved_s, trees.nodes.num, drafted.num_tokens, *costs)
     return _choose_nodes(saved_s, trees.nodes, price, drafted) if selected is None else selected
 
@@ -144,6 +144,6 @@ def seconds_of_more(price: StepPrice, load: Load, most: int) -> Array:
     more = np.arange(most + 1)
     seconds: Array = price.seconds(load) + more * price.token_s + price.more_experts_s(load.num_tokens, more)
     if price.tile_s:
-        num, tile = load.num_tokens, price.tile
-        seconds += (more_tiles(num + more, tile) - more_tiles(num, tile)) * price.tile_s
+        num, tiles = load.num_tokens, price.tiles
+        seconds += (tiles.beyond(num + more) - tiles.beyond(num)) * price.tile_s
     return seconds

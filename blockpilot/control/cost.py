@@ -1,6 +1,7 @@
 """Step cost: seconds of a step by its rows, drafted positions and verified tokens.
 
-A step reads every weight once, and multiplies a tile of tokens by it in nearly the time of one token. Beyond that its
+A step reads every weight once, and multiplies a first tile of tokens by it in nearly the time of one token. With AMX
+further tiles have as many tokens; products by vectors take their time for every further token. Beyond that a step's
 time is linear in the load, to a few percent on CPUs and GPUs. A mixture of experts reads those that a token chooses:
 more tokens choose more of them. So seven coefficients, fitted to a few timed steps (evaluation/pricing.py), give the
 cost of every step, including ragged batches.
@@ -24,8 +25,6 @@ Array = NDArray[np.float64]
 
 PRICE_FILE = "price.json"
 COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s")
-TILES = 16, 32  # possible numbers of tokens that a product multiplies in nearly the time of one; AMX's is 32
-TILE = TILES[0]
 
 LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift in a step
@@ -33,6 +32,26 @@ NUM_STEPS = 8  # steps in one update, of their summed loads and seconds
 NOISE = 0.12  # relative, of a step's seconds; of the mean of n steps it is less by the root of n
 OUTLIER = 3.0  # standard deviations at which errors are clipped
 LEAST = 0.1  # lower bound of a coefficient, relative to the measured one
+
+
+class Tiles(NamedTuple):
+    """Tokens of the first tile, which a product multiplies in nearly the time of one, and of each further tile."""
+
+    first: int
+    further: int
+
+    def beyond(self, num_tokens: Any) -> Any:
+        """Number of tiles of so many tokens beyond the first, full or not; tiles of one token are not rounded up,
+        for expected numbers of tokens.
+        """
+        more = np.maximum(num_tokens - self.first, 0)
+        return more if self.further == 1 else -(-more // self.further)
+
+
+TILE = 16
+DEFAULT_TILES = Tiles(TILE, TILE)
+TILES = DEFAULT_TILES, Tiles(32, 32)  # possible ones where products are by tiles; AMX's are the last
+VECTORS = Tiles(4, 1), Tiles(16, 1), Tiles(8, 1)  # where they are by vectors
 
 
 class Load(NamedTuple):
@@ -53,18 +72,11 @@ class Load(NamedTuple):
         """Tokens that the target scores, anchors included."""
         return self.rows + self.num_verified + self.num_prompt_tokens
 
-    def terms(self, expert_share: float = 0.0, tile: int = TILE) -> tuple[float, ...]:
-        """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts, and tiles of `tile`
-        tokens.
-        """
+    def terms(self, expert_share: float = 0.0, tiles: Tiles = DEFAULT_TILES) -> tuple[float, ...]:
+        """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts."""
         num_passes, chosen = self.num_passes if self.num_drafted else 0, chosen_experts(expert_share, self.num_tokens)
-        num_tiles = more_tiles(self.num_tokens, tile)
+        num_tiles = tiles.beyond(self.num_tokens)
         return 1, self.rows, num_passes, self.num_drafted, self.num_verified, num_tiles, chosen
-
-
-def more_tiles(num_tokens: Any, tile: int) -> Any:
-    """Tiles of tokens beyond the first, full or not."""
-    return -(-num_tokens // tile) - 1
 
 
 def chosen_experts(expert_share: float, num_tokens: Any) -> Any:
@@ -108,7 +120,13 @@ class StepPrice:
     expert_share: float = 0.0
     """Share of the experts that a token chooses; 0 without experts."""
     tile: int = TILE
-    """Tokens of a tile."""
+    """Tokens of the first tile."""
+    next_tile: int = TILE
+    """Tokens of each further tile."""
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.tile, self.next_tile)
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -120,7 +138,7 @@ class StepPrice:
         return np.array(list(self.by_name.values()))
 
     def seconds(self, load: Load) -> float:
-        _, rows, num_passes, slots, tokens, num_tiles, chosen = load.terms(self.expert_share, self.tile)
+        _, rows, num_passes, slots, tokens, num_tiles, chosen = load.terms(self.expert_share, self.tiles)
         plain_s = self.base_s + rows * self.row_s
         verified_s = tokens * self.token_s + num_tiles * self.tile_s + chosen * self.experts_s
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + verified_s
@@ -154,16 +172,19 @@ class StepPrice:
         """From the parsed JSON of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
         in_older_files = {"is_sequential": False, "tile_s": 0.0, "experts_s": 0.0, "expert_share": 0.0, "tile": TILE}
         values = in_older_files | dict(fields) | {"pair": PairId(**fields["pair"])}
+        values.setdefault("next_tile", values["tile"])
         for name in (*COEFFICIENTS, "error", "expert_share"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
-        kinds = {"context": int, "rows": int, "tile": int, "dtype": str, "device": str, "is_sequential": bool}
+        sizes = dict.fromkeys(("context", "rows", "tile", "next_tile"), int)
+        kinds = sizes | {"dtype": str, "device": str, "is_sequential": bool}
         for name, kind in kinds.items():
             if type(values[name]) is not kind:
                 raise ValueError(f"{name} {values[name]!r}: must be of type {kind.__name__}")
         price = cls(**values)
-        if price.tile < 1:
-            raise ValueError(f"tile {price.tile}: must be at least 1")
+        for name, size in (("tile", price.tile), ("next_tile", price.next_tile)):
+            if size < 1:
+                raise ValueError(f"{name} {size}: must be at least 1")
         if not price.base_s + price.row_s > 0:
             raise ValueError("base_s and row_s: a plain step must take some time")
         return price
@@ -199,12 +220,12 @@ def fit(
     names: Sequence[str] = COEFFICIENTS,
     *,
     expert_share: float = 0.0,
-    tile: int = TILE,
+    tiles: Tiles = DEFAULT_TILES,
 ) -> Array:
     """Non-negative least squares of relative errors on timed steps: coefficients; those not in `names` are 0."""
     from scipy.optimize import nnls  # the import takes 0.3 s, and only measurements need it
 
-    relative = np.array([load.terms(expert_share, tile) for load in loads]) / np.array(seconds)[:, None]
+    relative = np.array([load.terms(expert_share, tiles) for load in loads]) / np.array(seconds)[:, None]
     columns = [COEFFICIENTS.index(name) for name in names]
     coefficients = np.zeros(len(COEFFICIENTS))
     coefficients[columns] = nnls(relative[:, columns], np.ones(len(loads)))[0]
@@ -217,10 +238,10 @@ def relative_error(
     seconds: Sequence[float],
     *,
     expert_share: float = 0.0,
-    tile: int = TILE,
+    tiles: Tiles = DEFAULT_TILES,
 ) -> float:
     """Mean of |expected / measured - 1|."""
-    expected = np.array([load.terms(expert_share, tile) for load in loads]) @ coefficients
+    expected = np.array([load.terms(expert_share, tiles) for load in loads]) @ coefficients
     return float(np.abs(expected / np.array(seconds) - 1).mean())
 
 
@@ -254,7 +275,7 @@ class LiveCost:
     def _update(self) -> None:
         """Update with the summed loads and seconds of the observed steps."""
         num = len(self._seen)
-        of_steps = [load.terms(self.price.expert_share, self.price.tile) for load, _ in self._seen]
+        of_steps = [load.terms(self.price.expert_share, self.price.tiles) for load, _ in self._seen]
         terms = np.array(of_steps, dtype=float).sum(axis=0)
         seconds = sum(seconds for _, seconds in self._seen)
         self._covariance += num * self._drift

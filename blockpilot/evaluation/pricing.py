@@ -21,7 +21,18 @@ import torch
 from blockpilot.control.acceptance import AcceptanceModel, Array
 from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, Planned
-from blockpilot.control.cost import COEFFICIENTS, TILE, TILES, Load, StepPrice, fit, passes, relative_error
+from blockpilot.control.cost import (
+    COEFFICIENTS,
+    TILE,
+    TILES,
+    VECTORS,
+    Load,
+    StepPrice,
+    Tiles,
+    fit,
+    passes,
+    relative_error,
+)
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.trees import MAX_DEPTH
@@ -30,7 +41,7 @@ from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 4  # timed steps of each mixture, of which the fastest counts; an untimed one precedes each
 MOST_ERROR, NUM_ATTEMPTS = 0.25, 3  # a larger error: another process ran beside some of the steps
-CLEARLY = 0.8  # error of the smaller tiles over that of the larger ones, below which they are taken
+CLEARLY = 0.8  # error with tiles over that with the ones taken so far, below which they are taken
 OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
 
@@ -129,16 +140,28 @@ def _measured(pair: Pair, rows: int, context: int, num_steps: int) -> StepPrice:
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
     names, share = coefficients_of(pair), expert_share(pair)
-    # Tiles of as many tokens as explain the steps; the larger ones unless the smaller do so clearly better, since a
-    # choice by noise alone moves every later choice (LOG.md).
-    by_tile = {tile: fit(*_columns(fitted), names, expert_share=share, tile=tile) for tile in TILES}
-    errors = {tile: relative_error(by_tile[tile], *_columns(fitted), expert_share=share, tile=tile) for tile in TILES}
-    tile = TILES[0] if errors[TILES[0]] < CLEARLY * errors[TILES[1]] else TILES[1]
-    coefficients = by_tile[tile]
-    error = max(errors[tile], relative_error(coefficients, *_columns(held_out), expert_share=share, tile=tile))
+    # Tiles of as many tokens as explain the steps; the last ones unless others do so clearly better, since a choice
+    # by noise alone moves every later choice (LOG.md).
+    possible = possible_tiles(pair)
+    fits = {tiles: fit(*_columns(fitted), names, expert_share=share, tiles=tiles) for tiles in possible}
+    errors = {
+        tiles: relative_error(of, *_columns(fitted), expert_share=share, tiles=tiles) for tiles, of in fits.items()
+    }
+    chosen = possible[-1]
+    for tiles in reversed(possible):
+        chosen = tiles if errors[tiles] < CLEARLY * errors[chosen] else chosen
+    coefficients = fits[chosen]
+    error = max(errors[chosen], relative_error(coefficients, *_columns(held_out), expert_share=share, tiles=chosen))
     by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
     price = StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
-    return replace(price, expert_share=share, tile=tile)
+    return replace(price, expert_share=share, tile=chosen.first, next_tile=chosen.further)
+
+
+def possible_tiles(pair: Pair) -> Sequence[Tiles]:
+    """Tiles that a step's time may depend on: with AMX and on a GPU products are by tiles, else by vectors."""
+    target = pair.target
+    by_tiles = target.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False)
+    return TILES if target.device.type != "cpu" or by_tiles else VECTORS
 
 
 def expert_share(pair: Pair) -> float:
@@ -194,9 +217,10 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
     small = max(1, deepest // 2)
     tree_size, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
     chain = Drafted(deepest, deepest)
-    if rows == 1:  # up to a tile, just above it, and to the end of the next
+    if rows == 1:  # within a tile, just above it, and to the end of the next
         alone = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), chain]
-        alone += [Drafted(deepest, min(n, largest)) for n in (tree_size, TILE - 1, TILE + 3, largest)]
+        alone += [Drafted(deepest, min(n, largest)) for n in (tree_size, TILE + 3, largest)]
+        alone += [Drafted(small, 4), Drafted(small, 6)]  # about where vectors take their time for every token
         alone += [Drafted(small, (deepest + tree_size) // 2)]
         return [[row] for row in alone]
     # Pairs of mixtures just below and just above the end of a tile: most numbers of rows are parts of one.

@@ -290,10 +290,12 @@ void order_trees(long rows, long room, const int64_t *sizes, const int64_t *of_t
 
 /* Number of nodes to verify of each tree, taken [R]: the best nodes of all trees, as many as maximise the expected
  * gain less the cost, as choose_nodes of choose.py. worth [R][room] are the gains of num[r] nodes, descending. The
- * step has `tokens` so far; one more costs of_token, the first of every `tile` tokens also of_tile, and experts that
- * no other token has chosen their share of of_experts: a token chooses this share of them. heads [R] is a buffer. */
+ * step has `tokens` so far; one more costs of_token, the first of every `further` tokens beyond the first `tile` also
+ * of_tile, and experts that no other token has chosen their share of of_experts: a token chooses this share of them.
+ * heads [R] is a buffer. */
 void select_nodes(long trees, long room, const double *worth, const int64_t *num, long tokens, double of_token,
-                  double of_tile, long tile, double of_experts, double share, int64_t *taken, int64_t *heads)
+                  double of_tile, long tile, long further, double of_experts, double share, int64_t *taken,
+                  int64_t *heads)
 {
     double gain = 0, best = 0, of_new = of_experts * share * pow(1 - share, tokens);
     for (long r = 0; r < trees; r++)
@@ -305,7 +307,10 @@ void select_nodes(long trees, long room, const double *worth, const int64_t *num
                 first = r;
         if (first < 0 || worth[first * room + heads[first]] <= of_token)
             return; /* the gains of the next ones are not above their cost, either */
-        gain += worth[first * room + heads[first]++] - of_token - of_new - (tokens++ % tile == 0 ? of_tile : 0);
+        gain += worth[first * room + heads[first]++] - of_token - of_new;
+        if (tokens >= tile && (tokens - tile) % further == 0)
+            gain -= of_tile;
+        tokens++;
         of_new *= 1 - share;
         if (gain > best) {
             best = gain;

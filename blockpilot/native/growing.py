@@ -184,21 +184,21 @@ def select_nodes(
     tokens: int,
     token_s: float,
     tile_s: float,
-    tile: int,
+    tiles: tuple[int, int],
     experts_s: float,
     expert_share: float,
 ) -> Array | None:
     """Number of nodes to verify of each tree [R], for `choose_nodes` of control/choose.py.
 
     saved_s [R, M] float64: expected gains in seconds, descending, of num[r] nodes. The step has `tokens` so far; one
-    more costs token_s, the first of every `tile` tokens also tile_s, and experts that no other token has chosen their
-    share of experts_s.
+    more costs token_s, the first of every further tile (`Tiles`) also tile_s, and experts that no other token has
+    chosen their share of experts_s.
     """
     if (library := text_library()) is None:
         return None
     # `heads` is room for C: the next node of every tree.
     selected, heads = np.empty_like(num), np.empty_like(num)
-    costs = c_long(tokens), c_double(token_s), c_double(tile_s), c_long(tile), c_double(experts_s)
+    costs = c_long(tokens), c_double(token_s), c_double(tile_s), *map(c_long, tiles), c_double(experts_s)
     sizes = map(c_long, saved_s.shape)
     library.select_nodes(
         *sizes, pointer(saved_s), pointer(num), *costs, c_double(expert_share), pointer(selected), pointer(heads)

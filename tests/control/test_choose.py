@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import Array, Expected
 from blockpilot.control.choose import RowPlan, _choose_nodes, best_drafting, choose_nodes, plan_rows
-from blockpilot.control.cost import Load, StepPrice, passes
+from blockpilot.control.cost import TILES, VECTORS, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 from helpers.trees import trees_to_select
 
@@ -24,7 +24,15 @@ falling = st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=
 seconds = st.just(0.0) | st.floats(1e-3, 2.0)
 costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s"), seconds)
 shares = st.sampled_from([0.0, 1 / 16, 1 / 2])
-prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), expert_share=shares, **costs)
+tilings = st.sampled_from([*TILES, *VECTORS]).map(lambda tiles: {"tile": tiles.first, "next_tile": tiles.further})
+prices = st.builds(
+    lambda tiling, **fields: price(**tiling, **fields),
+    tilings,
+    base_s=st.floats(0.1, 5),
+    is_sequential=st.booleans(),
+    expert_share=shares,
+    **costs,
+)
 few = st.integers(0, 9)
 loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5), st.just(0)).filter(
     lambda load: load.rows or load == ALONE
@@ -48,7 +56,8 @@ def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: Ste
     num_passes = depth if price.is_sequential else int(depth > 0)
     seconds = price.base_s + rows * price.row_s + launched * price.launch_s + verified * price.token_s
     seconds += (beside.num_drafted + num_rows * depth) * price.slot_s
-    seconds += (math.ceil((rows + verified) / price.tile) - 1) * price.tile_s
+    beyond = max(0, rows + verified - price.tile) / price.next_tile
+    seconds += (beyond if price.next_tile == 1 else math.ceil(beyond)) * price.tile_s
     seconds += (1 - (1 - price.expert_share) ** (rows + verified)) * price.experts_s
     return SlowStep(tokens, seconds, price.launch_s * max(0, num_passes - launched))
 
@@ -73,8 +82,9 @@ def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
     steps = list[list[SlowStep]]()
     for depth in range(size):
         tokens, nodes = num_rows * values[:, : depth + 1].sum(axis=1)
-        free = -(beside.num_tokens + num_rows) % price.tile or price.tile
-        fills = np.arange(free, nodes[0], price.tile) if price.tile_s else np.zeros(0)
+        before = beside.num_tokens + num_rows
+        ends = np.arange(price.tile, before + nodes[0] + 1, price.next_tile) if price.tile_s else np.zeros(0)
+        fills = ends[(ends > before) & (ends < before + nodes[0])] - before
         filled = np.interp(fills, [0, *nodes[::-1]], [0, *tokens[::-1]])
         points = [*zip(tokens.tolist(), nodes.tolist(), strict=True), *zip(filled, fills.tolist(), strict=True)]
         steps.append([slow_step(depth, *point, num_rows, price, beside) for point in points])

@@ -51,11 +51,21 @@ def test_a_step_costs_the_sum_of_its_terms(load: Load, seconds: float) -> None:
 
 
 def test_tiles_may_have_other_sizes() -> None:
-    wide = replace(PRICE, tile=32)
+    wide = replace(PRICE, tile=32, next_tile=32)
     assert [wide.seconds(Load(num)) - PRICE.seconds(Load(num)) for num in (16, 17, 32, 33)] == [0, *[-0.125] * 3]
     assert StepPrice.from_fields(json.loads(wide.to_json())) == wide
-    with pytest.raises(ValueError, match="tile 0"):
-        StepPrice.from_fields(json.loads(wide.to_json()) | {"tile": 0})
+    ramp, tokens = replace(PRICE, tile=4, next_tile=1), (1, 4, 5, 9)
+    of_tiles = [ramp.seconds(Load(num)) - PRICE.seconds(Load(num)) for num in tokens]
+    assert of_tiles == [0, 0, 0.125, 5 * 0.125]
+    for name in ("tile", "next_tile"):
+        with pytest.raises(ValueError, match=f"{name} 0"):
+            StepPrice.from_fields(json.loads(wide.to_json()) | {name: 0})
+
+
+def test_further_tiles_of_an_older_file_are_as_large_as_the_first() -> None:
+    fields = json.loads(replace(PRICE, tile=32, next_tile=32).to_json())
+    del fields["next_tile"]
+    assert StepPrice.from_fields(fields).tiles == (32, 32)
 
 
 def test_a_mixture_costs_the_experts_that_its_tokens_choose() -> None:
@@ -133,7 +143,7 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
     assert PRICE.to_json().count("\n") == 1
 
 
-OPTIONAL = {"is_sequential", "tile_s", "experts_s", "expert_share", "tile"}  # not in older files
+OPTIONAL = {"is_sequential", "tile_s", "experts_s", "expert_share", "tile", "next_tile"}  # not in older files
 
 
 def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_without_tiles_and_experts(tmp_path: Path) -> None:
@@ -147,7 +157,7 @@ def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_without_tiles_
 CHANGES: list[dict[str, object]] = [
     *({"pair": None}, {"pair": {"target": "t"}}, {"base_s": -0.1}, {"token_s": "0.1"}, {"slot_s": None}),
     *({"launch_s": float("nan")}, {"launch_s": float("inf")}, {"base_s": 0, "row_s": 0}),
-    *({"block_sizes": [1, 2]}, {"is_sequential": 1}, {"expert_share": -0.5}, {"tile": 0}),
+    *({"block_sizes": [1, 2]}, {"is_sequential": 1}, {"expert_share": -0.5}, {"tile": 0}, {"next_tile": 0}),
 ]
 FIELDS = json.loads(PRICE.to_json())
 REFUSED = [

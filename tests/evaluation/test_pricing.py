@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from blockpilot.control.cost import COEFFICIENTS, TILES, Load
+from blockpilot.control.cost import COEFFICIENTS, TILES, VECTORS, Load, Tiles
 from blockpilot.engine.drafting import NUM_CANDIDATES
 from blockpilot.evaluation import pricing
 from blockpilot.evaluation.pricing import (
@@ -53,11 +53,13 @@ def test_mixtures_have_plain_and_drafting_rows_and_trees(rows: int, block_size: 
 def test_loads_of_mixtures_tell_all_coefficients_apart(block_size: int, tiny_pair: Pair) -> None:
     """Loads of a draft that is not sequential, with one row and with 16."""
     loads = [load_of(mixture) for rows in (1, 16) for mixture in mixtures_of(rows, block_size)[:-1]]
+    known = price(row_s=0.05, launch_s=0.2, slot_s=0.03, token_s=0.1)
     for pair in (tiny_pair, replace(tiny_pair, target=tiny_mixture())):
         columns = [COEFFICIENTS.index(name) for name in coefficients_of(pair)]
-        for tile in TILES:
-            terms = np.array([load.terms(expert_share(pair), tile) for load in loads], dtype=float)[:, columns]
-            assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
+        for tiles in (*TILES, *VECTORS):
+            terms = np.array([load.terms(expert_share(pair), tiles) for load in loads], dtype=float)[:, columns]
+            relative = terms / [[known.seconds(load)] for load in loads]  # as they are fitted
+            assert np.linalg.cond(relative / np.linalg.norm(relative, axis=0)) < 50
 
 
 @pytest.mark.parametrize("rows", [4, 8, 16])
@@ -67,18 +69,20 @@ def test_two_mixtures_are_on_both_sides_of_a_tiles_end(rows: int) -> None:
     assert any(low % 32 == 0 and high - low <= 8 for low, high in pairwise(num_tokens) if high > low)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_a_tile_has_as_many_tokens_as_the_steps_say(
-    tile: int, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tiles", [*TILES, *VECTORS])
+def test_tiles_have_as_many_tokens_as_the_steps_say(
+    tiles: Tiles, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = price(row_s=0.02, launch_s=0.2, slot_s=0.01, token_s=0.004, tile_s=0.1, tile=tile)
+    sizes = {"tile": tiles.first, "next_tile": tiles.further}
+    known = price(row_s=0.02, launch_s=0.2, slot_s=0.01, token_s=0.004, tile_s=0.1, **sizes)
 
     def timed(pair: Pair, mixtures: list[list[Drafted]], context: int, *, num_steps: int) -> list[TimedStep]:
         return [TimedStep(load_of(mixture), known.seconds(load_of(mixture))) for mixture in mixtures]
 
     monkeypatch.setattr(pricing, "time_steps", timed)
+    monkeypatch.setattr(pricing, "possible_tiles", lambda pair: TILES if tiles in TILES else VECTORS)
     found = measure_price(tiny_pair, 16, 10)
-    assert found.tile == tile
+    assert found.tiles == tiles
     np.testing.assert_allclose(found.coefficients, known.coefficients, atol=1e-6)
 
 
@@ -87,8 +91,9 @@ def test_a_disturbed_measurement_is_repeated(
     num_disturbed: int, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process slows some of the steps; of attempts that were all disturbed the best one counts."""
-    known = price(row_s=0.02, launch_s=0.2, slot_s=0.01, token_s=0.004, tile_s=0.1, tile=32)
+    known = price(row_s=0.02, launch_s=0.2, slot_s=0.01, token_s=0.004, tile_s=0.1, tile=8, next_tile=1)
     attempts = list[int]()
+    monkeypatch.setattr(pricing, "possible_tiles", lambda pair: VECTORS)
 
     def timed(pair: Pair, mixtures: list[list[Drafted]], context: int, *, num_steps: int) -> list[TimedStep]:
         slower = 20 - 5 * len(attempts) if len(attempts) < num_disturbed else 1

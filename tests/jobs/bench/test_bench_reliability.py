@@ -10,6 +10,8 @@ from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Planned, StepOutcome, Verified
 from blockpilot.control.cost import NOMINAL, Load
 from blockpilot.types import Candidates
+from helpers.prices import price
+from jobs.bench import reliability
 from jobs.bench.reliability import RecordingController, ReliabilityConfig, run
 from jobs.common.config import PairConfig
 
@@ -38,8 +40,10 @@ def test_a_token_counts_in_the_decile_of_its_probability_in_its_step() -> None:
 
 
 def test_a_row_for_every_temperature(
-    pair_config: PairConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair_config: PairConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At a step cost by which drafting pays, as it may not for so small a target."""
+    monkeypatch.setattr(reliability, "measure_price", lambda *_: price(token_s=0.01, launch_s=0.01))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"say the number {i}\n" for i in range(6)))
     bins = run(ReliabilityConfig(pair=pair_config, prompts=(str(prompts),), max_new_tokens=12, rows=2))

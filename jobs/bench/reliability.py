@@ -43,7 +43,7 @@ class ReliabilityConfig(Config):
     """Maximum prompts of each set."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    rows: int = Field(default=4, ge=1)
+    rows: int = Field(default=1, ge=1)
     """Requests that decode together."""
     max_new_tokens: int = Field(default=48, ge=2)
     """Maximum tokens of an answer."""

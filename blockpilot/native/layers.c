@@ -454,13 +454,12 @@ static void add_inputs(const struct shape *shape, const struct inputs *own, long
 static inline lanes kernels_of(const stored *projected, long first, long group, long groups)
 {
     float own[LANES];
-    if (group % LANES == 0)
-        return spread(number(projected + (first / group < groups ? first / group : groups - 1)));
-    for (long lane = 0; lane < LANES; lane++) {
+    long lanes_each = group % LANES ? 1 : LANES;
+    for (long lane = 0; lane < LANES; lane += lanes_each) {
         long place = (first + lane) / group;
         own[lane] = number(projected + (place < groups ? place : groups - 1)); /* padding is multiplied by 0 */
     }
-    return load_floats(own);
+    return lanes_each > 1 ? spread(own[0]) : load_floats(own);
 }
 
 /* x [tokens, hidden] -> out: for every token the sum over taps t of a kernel times the token t before it in its row.

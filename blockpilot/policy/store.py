@@ -92,6 +92,13 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
     return PromptPolicy(info, network, _read_price(folder) if info.objective == "throughput" else None)
 
 
+def load_step_policy(directory: str | Path) -> StepPolicy:
+    """As `load_policy`; raises ValueError for a policy of kind prompt, too."""
+    if not isinstance(policy := load_policy(directory), StepPolicy):
+        raise ValueError(f"policy {directory}: of kind prompt; must be of kind step")
+    return policy
+
+
 def _check_shared(path: Path, fields: Fields) -> tuple[Kind, PairId, Mapping[str, Scalar]]:
     """The fields that both kinds have. Raises ValueError for another format, and for unknown or missing fields."""
     if (version := fields.get("format")) != FORMAT:

@@ -25,8 +25,7 @@ from blockpilot.engine.growing import Grown, Offered, grow_all, offer, offer_pat
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row
 from blockpilot.evaluation.tables import markdown
-from blockpilot.policy.learned import StepPolicy
-from blockpilot.policy.store import load_policy
+from blockpilot.policy.store import load_step_policy
 from blockpilot.storage import join
 from blockpilot.sweep.rows import NUM_CHOICES, SweepRow, read_parts
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates, Request, Sampling, Step
@@ -65,9 +64,7 @@ def run(config: ChoiceConfig) -> str:
         price = read_price(join(config.sweep, PRICE_FILE))
         priors = {"untrained": UNTRAINED}
         if config.policy is not None:
-            if not isinstance(policy := load_policy(config.policy), StepPolicy):
-                raise ValueError(f"policy {config.policy}: of kind prompt; must be of kind step")
-            priors["policy"] = policy
+            priors["policy"] = load_step_policy(config.policy)
         tables += ["", f"Speed-up over plain decoding in a replay of {len(texts)} texts:"]
         tables.append(markdown([_replay(texts, num, price, priors) for num in config.rows]))
     print(report := "\n".join(tables))

@@ -12,19 +12,18 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Array, Prior, Proposal
-from blockpilot.control.controller import Controller, Planned, StepOutcome
-from blockpilot.control.cost import Load, StepPrice
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
+from blockpilot.control.controller import Controller, StepOutcome
+from blockpilot.control.cost import StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.evaluation.tables import markdown
 from blockpilot.native.growing import NUM_CONTEXTS
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import StepPolicy
 from blockpilot.policy.reliability import NUM_BINS, Bin, mean_error
-from blockpilot.policy.store import load_policy
+from blockpilot.policy.store import load_step_policy
 from blockpilot.prompts.files import load_prompts
-from blockpilot.types import Candidates, Request, Sampling
+from blockpilot.types import Request, Sampling
 from jobs.common.cluster import num_cores
 from jobs.common.config import Config, PairConfig, Place, main
 
@@ -54,7 +53,6 @@ class RecordingController(Controller):
 
     def __init__(self, model: AcceptanceModel, price: StepPrice) -> None:
         super().__init__(model, price)
-        self._latest: Proposal | None = None
         self._sums: NDArray[np.float64] = np.zeros((3, NUM_BINS))  # tokens, their probabilities, accepted ones
 
     @property
@@ -62,21 +60,13 @@ class RecordingController(Controller):
         """The deciles that have tokens."""
         return [Bin(int(num), expected / num, right / num) for num, expected, right in self._sums.T.tolist() if num]
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        self._latest = None
-        return super().plan(rows, other_load)
-
-    def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
-        self._latest = super().propose(planned, choices, slots)
-        return self._latest
-
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         super().learn(outcome, seconds)
-        if self._latest is None or outcome.verified is None:
+        if self._proposal is None or outcome.verified is None:
             return
         verified = outcome.verified()
         contexts = np.minimum(verified.laters, NUM_CONTEXTS - 1)
-        chances = self._latest.chances.reshape(NUM_CONTEXTS, -1)[contexts, verified.choices]
+        chances = self._proposal.chances.reshape(NUM_CONTEXTS, -1)[contexts, verified.choices]
         deciles = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
         for total, weights in zip(self._sums, (None, chances, verified.right), strict=True):
             total += np.bincount(deciles, weights, NUM_BINS)
@@ -89,12 +79,9 @@ def run(config: ReliabilityConfig) -> dict[str, list[Bin]]:
     pair.need_draft("acceptance probabilities of drafted tokens")
     priors = {"untrained": UNTRAINED}
     if config.policy is not None:
-        policy = load_policy(config.policy)
+        priors["trained"] = policy = load_step_policy(config.policy)
         policy.check(pair)
-        if not isinstance(policy, StepPolicy):
-            raise ValueError(f"policy {config.policy}: of kind prompt; must be of kind step")
-        priors["trained"] = policy
-    texts = [p.encode(pair.tokenizer) for name in config.prompts for p in load_prompts(name)[: config.num_prompts]]
+    texts = [p.encode(pair.tokenizer) for name in config.prompts for p in load_prompts(name, config.num_prompts)]
     price = measure_price(pair, config.rows, CONTEXT)
     bins = {
         f"{name}, T={temperature:g}": _decoded(config, pair, texts, prior, price, temperature)

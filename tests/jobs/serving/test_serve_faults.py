@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,8 +66,9 @@ def server(
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=patient(120))
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=patient(120)) as client:
+        yield client
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_models_share_a_server_by_name(server: Server, client: openai.OpenAI, se
 
 def test_without_the_key_nothing_is_answered(server: Server) -> None:
     stranger = openai.OpenAI(base_url=server.url, api_key="another", max_retries=0)
-    with pytest.raises(openai.AuthenticationError):
+    with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     health = httpx.get(f"{server.root}/health", headers={"x-request-id": "an-id"})
     assert (health.status_code, health.headers["x-request-id"]) == (200, "an-id")
@@ -222,16 +224,17 @@ def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, 
     forced = {"structured_outputs": {"choice": ["a text that a grammar drafts, token by token"]}}
     for extra in (forced, forced, {"lookup": True}):  # the second prompt is found
         client.completions.create(model="target", prompt="a" * 40, max_tokens=60, temperature=0, extra_body=extra)
-    documented, text = documented_metrics(), ""
+    documented, text, sources = documented_metrics(), "", set[str]()
     assert len(documented) >= 17
     patience = Patience(patient(60))
-    while exposed_metrics(text) != documented and patience.left:  # processes export every second
+    # Processes export every second.
+    while not (exposed_metrics(text) == documented and "constraint" in sources) and patience.left:
         time.sleep(0.2)
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=patient(5)).text
+        sources = set(re.findall(r'ray_blockpilot_accepted_tokens_total\{[^}]*source="(\w+)"', text))
     assert exposed_metrics(text) == documented
     assert 'block_size="3"' in text
-    sources = re.findall(r'ray_blockpilot_accepted_tokens_total\{[^}]*source="(\w+)"', text)
-    assert {"constraint"} <= set(sources) <= {"draft", "lookup", "both", "constraint"}
+    assert {"constraint"} <= sources <= {"draft", "lookup", "both", "constraint"}
     assert re.search(r'ray_blockpilot_slots\{[^}]*model="second"', text)
     assert KEY not in text
 
@@ -257,19 +260,30 @@ def num_cached(client: openai.OpenAI, number: int, num_turns: int) -> tuple[int,
     return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
 
 
-def test_more_requests_than_rows_spill_over(server: Server, client: openai.OpenAI) -> None:
+def finished_by_replica(metrics_port: int) -> Counter[str]:
+    """Finished requests of model "second" by replica, as exported."""
+    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=patient(5)).text
+    numbers = Counter[str]()
+    for labels, number in re.findall(r"^ray_blockpilot_answers_total\{(.*)\} (\S+)", text, re.MULTILINE):
+        tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if (tags["model"], tags["outcome"]) == ("second", "finished"):
+            numbers[tags["replica"]] += int(float(number))
+    return numbers
+
+
+def test_more_requests_than_rows_spill_over(server: Server, client: openai.OpenAI, metrics_port: int) -> None:
     """With one key for all: the hashed replica has 4 rows, and the others help before its queue grows."""
     same: dict[str, Any] = {"model": "second", "messages": conversation(0, 1), "temperature": 1, "max_tokens": 600}
     same |= {"extra_body": {"prompt_cache_key": "all"}}
-    busiest = dict[int, int]()  # by process
+    server.until("second", {"num_in_flight": 0})
+    time.sleep(2)  # processes export every second
+    before = finished_by_replica(metrics_port)
     with ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(client.chat.completions.create, **same, seed=seed) for seed in range(12)]
-        while not all(answer.done() for answer in asked):
-            status = server.model("second")
-            busiest[status["pid"]] = max(status["num_in_flight"], busiest.get(status["pid"], 0))
-    assert all(answer.result().usage.completion_tokens > 0 for answer in asked)
-    assert sum(num > 0 for num in busiest.values()) > 1
-    assert max(busiest.values()) < 9
+        answers = list(pool.map(lambda seed: client.chat.completions.create(**same, seed=seed), range(12)))
+    assert all(answer.usage.completion_tokens > 0 for answer in answers)
+    wait_until(lambda: (finished_by_replica(metrics_port) - before).total() == 12, 30)
+    assert len(numbers := finished_by_replica(metrics_port) - before) > 1
+    assert max(numbers.values()) < 9
 
 
 def test_turns_return_to_their_replica_and_move_on_when_it_is_lost(server: Server, client: openai.OpenAI) -> None:

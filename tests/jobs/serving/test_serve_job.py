@@ -287,8 +287,9 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=patient(120))
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=patient(120)) as client:
+        yield client
 
 
 @pytest.mark.ray

@@ -166,9 +166,11 @@ class AcceptanceModel:
 
     # --- before the draft ---
 
-    def follow(self, paths: Paths) -> Paths:
-        """Paths with their expected gains, cut below the probability LEAST_REACHED. RuntimeError without C."""
-        sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, LEAST_REACHED)
+    def follow(self, paths: Paths, least: float = 0.0) -> Paths:
+        """Paths with their expected gains, cut below the probability `least` or LEAST_REACHED. RuntimeError without C.
+        """
+        least = max(least, LEAST_REACHED)
+        sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, least)
         return paths._replace(sizes=sizes, gains=gains)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:

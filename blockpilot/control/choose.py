@@ -115,6 +115,16 @@ def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, o
     return Drafting(chosen, float(options[row, depth] - launch_s[depth]))
 
 
+def least_cost_s(plans: RowPlan, num_rows: int, price: StepPrice, other_load: Load) -> float:
+    """Lower bound of the seconds that drafting adds to a step of `num_rows` rows of any kinds; negative: saves."""
+    saved_s = plans.saved_s[:, 1:]
+    if not saved_s.size:
+        return np.inf
+    most_saved_s = saved_s.max()
+    launch_s = _launch_s(2, price, other_load)[1]
+    return float(launch_s - max(most_saved_s, num_rows * most_saved_s))
+
+
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:
     """Number of nodes to verify of every tree [R]: the best nodes of all rows, as many as save the most seconds.
 

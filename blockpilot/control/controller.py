@@ -11,7 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Observed, Paths, Proposal
-from blockpilot.control.choose import Drafting, RowPlan, Trees, best_drafting, choose_nodes, plan_rows
+from blockpilot.control.choose import (
+    Drafting,
+    RowPlan,
+    Trees,
+    best_drafting,
+    choose_nodes,
+    least_cost_s,
+    plan_rows,
+)
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.native.growing import Nodes
 from blockpilot.types import Candidates, CandidateSet, Prefill
@@ -21,7 +29,7 @@ SHARE_OF_NEWS = 4  # at first fewer: as many as one part in so many of the steps
 NUM_EARLY, SHARE_OF_LATER = 256, 4  # steps of which all are learned from; then one in so many
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
 EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
-EXPLORE_SHARE = 0.008  # of the plain step cost, to spend on drafts whose expected gain is below their cost
+EXPLORE_SHARE = 0.004  # of the plain step cost, to spend on drafts whose expected gain is below their cost
 
 
 class Planned(NamedTuple):
@@ -32,9 +40,16 @@ class Planned(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """Plans of every kind of row, and the drafting of rows by their kinds and maximum depths."""
+    """Plans of every kind of row, and the drafting of rows by their kinds and maximum depths.
+
+    least_chance: acceptance probability below which no token saves time. explored_s: seconds that a step may spend on
+    exploration. least_cost_s: as the function of this name.
+    """
 
     of_kinds: RowPlan
+    least_chance: float
+    explored_s: float
+    least_cost_s: float
     drafting_of: dict[tuple[bytes, bytes], Drafting]
 
 
@@ -80,6 +95,7 @@ class Controller:
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of others
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
+        self._least_chance = 0.0  # acceptance probability below which no token saves time, by the latest plan
         self._num_planned = 0  # steps since the first of the plans was made
         self._num_plans = 0  # steps that were planned, in all
         self._num_steps = 0
@@ -91,8 +107,8 @@ class Controller:
         self._num_alike = 0  # consecutive steps that drafted; negative: that did not
 
     def follow(self, paths: Paths) -> Paths:
-        """Paths with their expected gains, cut where they are improbable."""
-        return self.model.follow(paths)
+        """Paths with their expected gains, cut where their tokens would save less than they cost."""
+        return self.model.follow(paths, self._least_chance)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
         """Kinds of rows [R], given `drawn` [R] (0 or 1) and their paths; there is one plan for each kind."""
@@ -110,9 +126,9 @@ class Controller:
         self._num_plans += 1
         key = len(rows.kinds), other_load
         if key not in self._plans_of:
-            self._plans_of[key] = Plans(plan_rows(self.model.expected(), len(rows.kinds), self.price, other_load), {})
+            self._plans_of[key] = self._planned(*key)
         plans = self._plans_of[key]
-        self._rates = plans.of_kinds.rate
+        self._rates, self._least_chance = plans.of_kinds.rate, plans.least_chance
         depths = self._depths(plans, rows, other_load)
         self._explore(depths, rows.deepest)
         if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
@@ -122,21 +138,32 @@ class Controller:
         self._proposal = None
         return depths
 
+    def _planned(self, num_rows: int, other_load: Load) -> Plans:
+        """New plans for so many rows."""
+        beside = num_rows, self.price, other_load
+        of_kinds = plan_rows(self.model.expected(), *beside)
+        load = other_load._replace(rows=other_load.rows + num_rows)
+        least_chance = float(of_kinds.rate.min()) * self.price.least_token_s(load)
+        explored_s = EXPLORE_SHARE * self.price.seconds(load)
+        return Plans(of_kinds, least_chance, explored_s, least_cost_s(of_kinds, *beside), {})
+
     def _depths(self, plans: Plans, rows: Planned, other_load: Load) -> Array:
         """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
 
         Otherwise one text with poor drafts would end drafting, and the acceptance would not be observed again.
         """
+        spare_s = self._spare_s + plans.explored_s
+        if plans.least_cost_s > 0 and spare_s < max(self.price.launch_s, plans.least_cost_s):
+            self._spare_s = spare_s
+            return np.zeros_like(rows.deepest)
         key = rows.kinds.tobytes(), rows.deepest.tobytes()
         if key not in plans.drafting_of:
             plans.drafting_of[key] = best_drafting(plans.of_kinds, *rows, self.price, other_load)
         drafting = plans.drafting_of[key]
         if drafting.saved_s <= 0 and drafting.depths.any():
-            self._spare_s += EXPLORE_SHARE * self.price.seconds(
-                other_load._replace(rows=other_load.rows + len(rows.kinds))
-            )
             cost_s = max(self.price.launch_s, -drafting.saved_s)  # an accepted token may not make up for it
-            if self._spare_s < cost_s:
+            self._spare_s = spare_s
+            if spare_s < cost_s:
                 return np.zeros_like(drafting.depths)
             self._spare_s -= cost_s
         return drafting.depths.copy()

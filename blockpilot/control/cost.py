@@ -28,9 +28,9 @@ COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s", "e
 
 LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift in a step
-NUM_STEPS = 8  # steps in one update, of their summed loads and seconds
-NOISE = 0.12  # relative, of a step's seconds; of the mean of n steps it is less by the root of n
-OUTLIER = 3.0  # standard deviations at which errors are clipped
+NUM_STEPS = 16  # steps in one update
+NOISE = 0.12  # relative, of a step's seconds
+OUTLIER = 3.0  # standard deviations at which a step's error is clipped
 LEAST = 0.1  # lower bound of a coefficient, relative to the measured one
 
 
@@ -148,6 +148,11 @@ class StepPrice:
         of_first, of_all = (chosen_experts(self.expert_share, num) for num in (num_tokens, num_tokens + more))
         return self.experts_s * (of_all - of_first)
 
+    def least_token_s(self, load: Load) -> float:
+        """Lower bound of the seconds of a further verified token; tokens that fill a tile do not begin one."""
+        begins_tile = self.tiles.further == 1 and load.num_tokens >= self.tiles.first
+        return self.token_s + self.tile_s * begins_tile
+
     def chains_s(self, block_size: int, rows: int) -> float:
         """Cost in seconds of a step in which all rows verify chains of this block size."""
         num_drafted = rows * (block_size - 1)
@@ -249,7 +254,7 @@ class LiveCost:
     """Kalman filter (1960) over the coefficients of a step cost: a level that all share, and a slope for each.
 
     Plain and drafting steps of different times differ by the level, too, so level and slopes are estimated together.
-    An update takes `num_steps` steps of one kind together, because the engine waits for it.
+    An update takes `num_steps` steps together, because the engine waits for it.
     """
 
     def __init__(self, price: StepPrice, num_steps: int = NUM_STEPS) -> None:
@@ -266,24 +271,21 @@ class LiveCost:
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a step without prefill."""
-        if self._seen and (self._seen[-1][0].num_drafted > 0) != (load.num_drafted > 0):
-            self._update()
         self._seen.append((load, seconds))
         if len(self._seen) >= self._num_steps:
             self._update()
 
     def _update(self) -> None:
-        """Update with the summed loads and seconds of the observed steps."""
-        num = len(self._seen)
-        of_steps = [load.terms(self.price.expert_share, self.price.tiles) for load, _ in self._seen]
-        terms = np.array(of_steps, dtype=float).sum(axis=0)
-        seconds = sum(seconds for _, seconds in self._seen)
-        self._covariance += num * self._drift
+        """Update with the observed steps; the error of an outlier is clipped."""
+        loads, seconds = zip(*self._seen, strict=True)
+        terms = np.array([load.terms(self.price.expert_share, self.price.tiles) for load in loads], dtype=float)
+        self._covariance += len(loads) * self._drift
         self._seen = []
-        expected, with_step = terms @ self._mean, self._covariance @ terms
-        variance = terms @ with_step + (NOISE * expected) ** 2 / num
-        limit = OUTLIER * np.sqrt(variance)
-        self._mean = self._mean + with_step / variance * np.clip(seconds - expected, -limit, limit)
+        expected, with_steps = terms @ self._mean, terms @ self._covariance
+        covariance = with_steps @ terms.T + np.diag((NOISE * expected) ** 2)
+        limits = OUTLIER * np.sqrt(covariance.diagonal())
+        gains = np.linalg.solve(covariance, with_steps)
+        self._mean = self._mean + np.clip(np.array(seconds) - expected, -limits, limits) @ gains
         self._mean = np.maximum(self._mean, self._least)
-        self._covariance -= np.outer(with_step, with_step) / variance
+        self._covariance -= with_steps.T @ gains
         self.price = self.price.with_coefficients(self._mean)

@@ -69,12 +69,16 @@ class Drafter:
         paths [R] are the accepted paths of blocks, chosen [M] the target's choices.
         """
         final, following = batch.final(paths), batch.following(chosen)
-        # One gather for all rows: one per row would be a GPU kernel each.
-        final_features = features[tensor_on(features.device, list(chain.from_iterable(final.values())))]
-        by_row = final_features.split(list(map(len, final.values())))
-        for (row, indices), row_features in zip(final.items(), by_row, strict=True):
-            row.features.append(row_features)
+        # One copy for all rows: one per row would be a GPU kernel each.
+        all_indices, end = list(chain.from_iterable(final.values())), 0
+        if len(all_indices) == len(features):  # in order, as in a plain step
+            final_features = features.clone()
+        else:
+            final_features = features.index_select(0, tensor_on(features.device, all_indices))
+        for row, indices in final.items():
+            row.features.append(final_features[end : end + len(indices)])
             row.following += [following[index] for index in indices]
+            end += len(indices)
 
     def keep_up(self, rows: Sequence[Row], slots: Sequence[int]) -> Tensor | None:
         """Add the pending tokens of rows [R] in these slots to the draft's cache.

@@ -243,11 +243,10 @@ class Engine:
     def _verify(self, batch: Batch, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
         """Steps and accepted paths of the decoding rows."""
         packing, steps, paths = batch.packing, [], []
-        by_row = logits[: batch.num_block_tokens].split(packing.sizes[: len(batch.trees)]) if batch.trees else ()
-        for row, tree, first, row_logits in zip(batch.rows, batch.trees, packing.firsts, by_row, strict=False):
-            path = [0]
+        for row, tree, first in zip(batch.rows, batch.trees, packing.firsts, strict=False):
+            path, span = [0], slice(first, first + 1 + len(tree.tokens))
             with self._isolated(row):
-                path, step = row.verify(tree, chosen[first : first + len(row_logits)], row_logits)
+                path, step = row.verify(tree, chosen[span], logits[span])
                 steps.append(step)
             paths.append(path)
         self._cache.accept(packing.starts, paths)

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import Array, Expected
-from blockpilot.control.choose import RowPlan, _choose_nodes, best_drafting, choose_nodes, plan_rows
+from blockpilot.control.choose import (
+    RowPlan,
+    _choose_nodes,
+    best_drafting,
+    choose_nodes,
+    least_cost_s,
+    plan_rows,
+)
 from blockpilot.control.cost import TILES, VECTORS, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 from helpers.trees import trees_to_select
@@ -122,6 +129,7 @@ def test_the_depths_save_the_most_seconds(
         best = max(map(saved, every))
         assert max(drafting.saved_s, 0.0) == pytest.approx(max(best, 0.0), abs=1e-9)
         assert drafting.saved_s == pytest.approx(saved(drafting.depths.tolist()), abs=1e-9)
+        assert drafting.saved_s <= -least_cost_s(plans, len(rows), price, beside) + 1e-9
     assert (drafting.depths <= most).all()
 
 

@@ -1,6 +1,5 @@
 """A price that follows the seconds of an engine's own steps."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -86,41 +85,27 @@ def test_no_coefficient_falls_below_a_tenth_of_what_was_measured() -> None:
     np.testing.assert_allclose(tracker.price.coefficients, LEAST * MEASURED.coefficients, rtol=0.01)
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("num_steps", [1, 8])
 def test_it_is_the_regression_that_sees_all_steps_at_once(num_steps: int) -> None:
-    """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped.
-
-    Sums of steps of one kind, whose noises are independent: a probe of one step weighs a quarter of four.
-    """
-    loads = list(mixed_loads(40))
-    draws, measured = np.random.default_rng(3), MEASURED.coefficients
-    tracker, seconds, variances = LiveCost(MEASURED, num_steps), list[float](), list[float]()
-    taken = [MEASURED.seconds(load) * math.exp(draws.normal(0, 0.05)) for load in loads]
-    runs = [list(run) for _, run in itertools.groupby(range(40), lambda i: loads[i].num_drafted > 0)]
-    sums = [run[i : i + num_steps] for run in runs for i in range(0, len(run), num_steps)]
-    for steps in sums:
-        expected = sum(tracker.price.seconds(loads[i]) for i in steps)
-        for i in steps:
-            tracker.observe(loads[i], taken[i])
-        if tracker._seen:  # taken in as soon as a step of another kind comes
-            tracker._update()
-        variances.append((NOISE * expected) ** 2 / len(steps))
-        seconds.append(sum(taken[i] for i in steps))
-    terms = np.array([np.sum([loads[i].terms() for i in steps], axis=0) for steps in sums], dtype=float)
+    """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped."""
+    loads, measured = list(mixed_loads(40)), MEASURED.coefficients
+    draws, noises, terms = np.random.default_rng(3), list[float](), np.array([load.terms() for load in loads])
+    seconds = [MEASURED.seconds(load) * math.exp(draws.normal(0, 0.05)) for load in loads]
+    tracker, ends = LiveCost(MEASURED, num_steps), [i + num_steps - i % num_steps for i in range(len(loads))]
+    for first in range(0, len(loads), num_steps):
+        noises += [NOISE * tracker.price.seconds(load) for load in loads[first : first + num_steps]]
+        for i in range(first, first + num_steps):
+            tracker.observe(loads[i], seconds[i])
 
     def covariance(after: int) -> Array:
-        """Of the coefficients, `after` steps of wandering after the start."""
+        """Of the coefficients, with the drift of so many steps."""
         level, slopes = LEVEL**2 + after * LEVEL_STEP**2, SLOPES**2 + after * SLOPE_STEP**2
         return level * np.outer(measured, measured) + slopes * np.diag(measured**2)
 
-    ends = np.cumsum([len(steps) for steps in sums])
     between = np.array(
-        [
-            [terms[i] @ covariance(min(ends[i], ends[j])) @ terms[j] for j in range(len(sums))]
-            for i in range(len(sums))
-        ]
+        [[x @ covariance(min(ends[i], ends[j])) @ y for j, y in enumerate(terms)] for i, x in enumerate(terms)]
     )
     now = np.array([covariance(end) @ row for end, row in zip(ends, terms, strict=True)]).T
     surprise = np.array(seconds) - terms @ measured
-    expected_now = measured + now @ np.linalg.solve(between + np.diag(variances), surprise)
+    expected_now = measured + now @ np.linalg.solve(between + np.diag(np.square(noises)), surprise)
     np.testing.assert_allclose(tracker.price.coefficients, expected_now, rtol=1e-6)

@@ -167,7 +167,9 @@ class AcceptanceModel:
     # --- before the draft ---
 
     def follow(self, paths: Paths, least: float = 0.0) -> Paths:
-        """Paths with their expected gains, cut below the probability `least` or LEAST_REACHED. RuntimeError without C.
+        """Paths with their expected gains, cut below a probability of LEAST_REACHED, or `least` if that is higher.
+
+        RuntimeError without C.
         """
         least = max(least, LEAST_REACHED)
         sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, least)

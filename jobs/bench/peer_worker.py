@@ -84,6 +84,7 @@ def vllm(settings: dict[str, Any]) -> Decode:
         max_model_len=1024,
         max_num_seqs=32,
         speculative_config=settings["speculative_config"],
+        enforce_eager=settings["enforce_eager"],
     )
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:

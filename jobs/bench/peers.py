@@ -56,6 +56,8 @@ class PeersConfig(Config):
     """vLLM's lookup methods, without a draft; suffix needs arctic-inference in its environment."""
     vllm_export: Path | None = None
     """A file of jobs/export.py, as a further configuration of vLLM."""
+    enforce_eager: bool = False
+    """vLLM without torch.compile, which takes minutes for each configuration."""
     threads: int = Field(default=1, ge=1)
     """Threads of every peer."""
     vllm_python: Path | None = None
@@ -149,7 +151,8 @@ def _vllm(config: PeersConfig, draft: str) -> dict[str, dict[str, Any]]:
     speculative |= {name: lookups[name] for name in config.lookups}
     if config.vllm_export is not None:
         speculative["export"] = json.loads(config.vllm_export.read_text())
-    return {name: {"speculative_config": options} for name, options in speculative.items()}
+    eager = {"enforce_eager": config.enforce_eager}
+    return {name: eager | {"speculative_config": options} for name, options in speculative.items()}
 
 
 def _size_name(block_size: int) -> str:

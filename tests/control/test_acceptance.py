@@ -225,6 +225,8 @@ def test_paths_are_cut_where_they_are_hardly_reached() -> None:
     found = model.follow(paths([5]))
     assert found.sizes.tolist() == [3]  # 0.3, 0.09, 0.027 and 0.008
     assert found.gains == pytest.approx([0.417])
+    assert model.follow(paths([5]), least=0.2).sizes.tolist() == [1]
+    assert model.follow(paths([5]), least=0.4).sizes.tolist() == [0]
 
 
 @needs_functions

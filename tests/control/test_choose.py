@@ -19,6 +19,7 @@ from blockpilot.control.choose import (
     choose_nodes,
     least_cost_s,
     plan_rows,
+    seconds_of_more,
 )
 from blockpilot.control.cost import TILES, VECTORS, Load, StepPrice, passes
 from helpers.prices import linear_price, price
@@ -131,6 +132,14 @@ def test_the_depths_save_the_most_seconds(
         assert drafting.saved_s == pytest.approx(saved(drafting.depths.tolist()), abs=1e-9)
         assert drafting.saved_s <= -least_cost_s(plans, len(rows), price, beside) + 1e-9
     assert (drafting.depths <= most).all()
+
+
+@given(prices, loads)
+def test_no_token_costs_less_than_the_least(price: StepPrice, load: Load) -> None:
+    least_s, steps_s = price.least_token_s(load), np.diff(seconds_of_more(price, load, 40))
+    assert steps_s.min() >= least_s - 1e-9
+    if price.tiles.further == 1 and load.num_tokens >= price.tiles.first and not price.experts_s:
+        assert steps_s == pytest.approx(least_s)
 
 
 def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:

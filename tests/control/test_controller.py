@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
+from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel, Paths
 from blockpilot.control.choose import Drafting, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
@@ -20,11 +20,13 @@ from blockpilot.control.controller import (
 )
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.evaluation.baselines import DepthController
+from blockpilot.native.library import has_functions
 from helpers.controllers import NOTHING_VERIFIED
 from helpers.prices import price
 from helpers.trees import trees_to_select
 
 ALONE, DEEPEST = Load(0), 4
+needs_functions = pytest.mark.skipif(not has_functions(), reason="paths need the functions in C")
 PRICE = price(launch_s=0.1, slot_s=0.02, token_s=0.05)
 
 
@@ -96,6 +98,20 @@ def test_what_drafts_add_moves_the_plan() -> None:
     assert sum(depth > 0 for depth, _ in steps) <= 100 * EXPLORE_SHARE / 0.3 + 1
     assert good.drafts
     assert poor.drafts == (steps[-1][0] > 0)
+
+
+@needs_functions
+def test_paths_are_cut_where_a_token_costs_more_than_it_saves() -> None:
+    """A match of two drawn tokens is right one time in seven."""
+    known, none = np.array([[2.0, 1.0, 0.5]]), np.zeros(1)
+    match = Paths(np.zeros((1, 8), dtype=np.int32), np.array([8]), known, np.ones(1, dtype=int), none)
+    sizes = list[int]()
+    for token_s in (0.01, 0.5):
+        controller = controller_of(price(launch_s=0.1, token_s=token_s))
+        controller.plan(greedy(1), ALONE)
+        sizes.append(int(controller.follow(match).sizes[0]))
+    assert sizes[0] > 0
+    assert sizes[1] == 0
 
 
 def test_plans_are_renewed_soon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

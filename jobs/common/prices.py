@@ -12,7 +12,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.storage import CACHE, write_text
 
 FOLDER = CACHE / "prices"
-TOLERANCE = 1.15  # between a plain and a drafting step's seconds, each over its cost
+TOLERANCE = 1.3  # between a plain and a drafting step's seconds, each over its cost; noise alone makes 1.16
 LONGEST_AGE_S = 30 * 24 * 3600.0  # a driver, a library or the machine's neighbours may be others by then
 log = logging.getLogger("ray.serve.blockpilot")  # the servers' log
 

@@ -98,7 +98,7 @@ def test_it_is_the_regression_that_sees_all_steps_at_once(num_steps: int) -> Non
             tracker.observe(loads[i], seconds[i])
 
     def covariance(after: int) -> Array:
-        """Of the coefficients, with the drift of so many steps."""
+        """Covariance of the coefficients after so many steps."""
         level, slopes = LEVEL**2 + after * LEVEL_STEP**2, SLOPES**2 + after * SLOPE_STEP**2
         return level * np.outer(measured, measured) + slopes * np.diag(measured**2)
 

@@ -18,17 +18,15 @@ from blockpilot.control.acceptance import (
     AcceptanceModel,
     Array,
     Expected,
-    Paths,
     Prior,
     Proposal,
     knowledge,
     logistic,
 )
 from blockpilot.drafts.choices import own_chances
-from blockpilot.native.library import has_functions
 from blockpilot.types import Candidates
+from helpers.paths import needs_functions, paths
 
-needs_functions = pytest.mark.skipif(not has_functions(), reason="paths need the functions in C")
 DEEPEST, K = 4, 6
 
 
@@ -190,14 +188,6 @@ def test_means_fade() -> None:
 
 
 # --- paths ---
-
-
-def paths(lengths: list[int], most: int = 8, drawn: int = 0, agree: float = 1.0) -> Paths:
-    """Of rows that share so many tokens with an earlier place; none of those that share 0."""
-    known = np.array([[float(length), agree, 0.5] for length in lengths])
-    sizes = np.where(known[:, 0] > 0, most, 0)
-    tokens = np.arange(len(lengths) * most, dtype=np.int32).reshape(len(lengths), most)
-    return Paths(tokens, sizes, known, np.full(len(lengths), drawn), np.zeros(len(lengths)))
 
 
 def chances_of(model: AcceptanceModel, drawn: int = 0, most: int = 8) -> list[list[float]]:

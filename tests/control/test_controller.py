@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel, Paths
+from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
 from blockpilot.control.choose import Drafting, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
@@ -20,13 +20,12 @@ from blockpilot.control.controller import (
 )
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.evaluation.baselines import DepthController
-from blockpilot.native.library import has_functions
 from helpers.controllers import NOTHING_VERIFIED
+from helpers.paths import needs_functions, paths
 from helpers.prices import price
 from helpers.trees import trees_to_select
 
 ALONE, DEEPEST = Load(0), 4
-needs_functions = pytest.mark.skipif(not has_functions(), reason="paths need the functions in C")
 PRICE = price(launch_s=0.1, slot_s=0.02, token_s=0.05)
 
 
@@ -103,13 +102,11 @@ def test_what_drafts_add_moves_the_plan() -> None:
 @needs_functions
 def test_paths_are_cut_where_a_token_costs_more_than_it_saves() -> None:
     """A match of two drawn tokens is right one time in seven."""
-    known, none = np.array([[2.0, 1.0, 0.5]]), np.zeros(1)
-    match = Paths(np.zeros((1, 8), dtype=np.int32), np.array([8]), known, np.ones(1, dtype=int), none)
     sizes = list[int]()
     for token_s in (0.01, 0.5):
         controller = controller_of(price(launch_s=0.1, token_s=token_s))
         controller.plan(greedy(1), ALONE)
-        sizes.append(int(controller.follow(match).sizes[0]))
+        sizes.append(int(controller.follow(paths([2], drawn=1)).sizes[0]))
     assert sizes[0] > 0
     assert sizes[1] == 0
 

@@ -20,7 +20,7 @@ def best_device() -> str:
 
 
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """torch.dtype by name, or itself; raises ValueError for one that models do not run in."""
+    """torch.dtype by name, or itself; raises ValueError for one that is not in DTYPES."""
     torch_dtype = DTYPES.get(str(dtype).removeprefix("torch."))
     if torch_dtype is None:
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -57,7 +57,7 @@ def device_name(device: torch.device) -> str:
 def free_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU or of a Linux machine; None if unknown."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch holds back
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if not MEMORY_FILE.exists():
         return None
@@ -66,7 +66,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in words, such as 1.5 GiB."""
+    """Bytes as text, such as 1.5 GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
@@ -77,6 +77,6 @@ def sent(host: Tensor, device: torch.device) -> Tensor:
 
 def tensor_on(device: torch.device, values: Sequence[Any]) -> Tensor:
     """Host values as a tensor on a device, copied asynchronously; floats become float32."""
-    # Beside a target pass, when caches hold its weights, torch.tensor takes twice as long as an array of numpy.
+    # After a target pass, when the CPU's caches hold its weights, torch.tensor takes twice as long as a NumPy array.
     host = torch.from_numpy(np.array(values))
     return sent(host.float() if host.is_floating_point() else host, device)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 Place = str | os.PathLike[str]
-CACHE = Path.home() / ".cache" / "blockpilot"  # files of this machine that can be made again
+CACHE = Path.home() / ".cache" / "blockpilot"  # local files that can be made again
 
 
 @contextmanager
@@ -167,5 +167,5 @@ def without_secrets(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """First line of an error's message, or its type without one, since libraries raise multi-line messages."""
+    """First line of an error's message, or its type if it has none, since libraries raise multi-line messages."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Plain data types of all packages: requests and steps, pairs and candidates. Imports no other module of ours."""
+"""Plain data types of all packages: requests, steps, pairs, candidates. Imports no other module of this package."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ LEAST_TEMPERATURE = 1e-5  # logits divided by less overflow float32
 class Sampling:
     """Sampling parameters of a request, applied in vLLM's order: bias, penalties, temperature, min_p, top_k, top_p.
 
-    Defaults are off, as are top_p 1, top_k 0 and min_p 0. Temperatures below LEAST_TEMPERATURE are greedy. seed is an
-    int64. Frequency and presence penalties count the answer's tokens, the repetition penalty also the prompt's.
-    logit_bias may be passed as a mapping of token ids.
+    By default all are off: top_p 1, top_k 0 and min_p 0 have no effect. Temperatures below LEAST_TEMPERATURE are
+    greedy. seed is an int64. Frequency and presence penalties count the answer's tokens, the repetition penalty also
+    the prompt's. logit_bias may be passed as a mapping of token ids.
     """
 
     temperature: float = 0.0
@@ -164,7 +164,7 @@ class Automaton(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """Why the request cannot follow the constraint any further, or None."""
+        """Error if the request can no longer follow the constraint, else None."""
 
     def take(self, token: int) -> None:
         """Accept a token; raises ValueError if it is not allowed."""
@@ -225,14 +225,14 @@ class Request:
     prompt_ids: any input of `token_ids`, such as a list, a tensor or the output of a chat template.
     block_size: tokens that a step verifies, the anchor included; None: the engine chooses; 1: plain decoding.
     layout: shape of the drafted tokens.
-    num_logprobs: number of most likely tokens to return with every emitted token, beside its own log probability;
-    None returns nothing.
+    num_logprobs: number of most likely tokens to return with every emitted token, in addition to its log
+    probability; None returns nothing.
     cache_salt: only requests with the same salt share the prefix cache.
     constraint: masks the target's tokens before top_k and top_p; returned log probabilities are without the mask. The
     request ends if no token can follow.
     min_new_tokens: stop tokens are masked before this many tokens, and stop strings are searched after them; a
     constraint that allows only stop tokens has priority.
-    num_prompt_logprobs: num_logprobs for the prompt's tokens, which are then not read from the prefix cache.
+    num_prompt_logprobs: as num_logprobs, for the prompt's tokens, which are then not read from the prefix cache.
     lookup: prompt lookup, which also verifies continuations of earlier matches in prompt and answer. None: the
     controller decides, and it is off with a fixed block size.
     """
@@ -306,8 +306,8 @@ class Step:
 class Candidates(NamedTuple):
     """The k best tokens [N, k] of N positions by the draft's scores under the target's sampling noise, best first.
 
-    scores: normalised log probabilities, minus the logarithm of the token's exponential noise if tokens are `drawn`
-    [N] (temperature above 0). log_probs: without the noise. Both are -inf for tokens that cannot be drawn.
+    scores: normalised log probabilities, minus the logarithm of the token's exponential noise if `drawn` [N]
+    (temperature above 0). log_probs: without the noise. Both are -inf for tokens that cannot be sampled.
     """
 
     tokens: Tensor

@@ -1,11 +1,11 @@
 """Evaluate: decode held-out prompts with every method, interleaved, and report the measurements.
 
 Methods are plain decoding (AR), fixed block sizes, draft trees of fixed sizes, a random block size, learned policies,
-two untrained methods (chains by running means, and kind `step`, which learns while it decodes), other drafts of the
-same target (`--rival-drafts`), and an oracle that knows the best block size of each prompt in hindsight (a bound).
-One process runs all of them (`jobs/evaluation/actor.py`) and decodes every text. Sweeps have two uses only: their
-prompts are refused as not held out, and their taus select the best fixed block size beforehand. A policy stores both
-for the sweeps that it was trained on.
+two untrained methods (chains by running means, and kind `step`, which adapts while decoding), other drafts of the
+same target (`--rival-drafts`), and an oracle: the best block size of each prompt in hindsight (a bound). One process
+decodes every text with all of them (`jobs/evaluation/actor.py`). Sweeps have two uses only: their prompts are refused
+as not held out, and their taus select the best fixed block size before the evaluation. A policy stores both for the
+sweeps that it was trained on.
 
 Prompts that share a queue form a group. Each finished group is written to disk, and the same command continues after
 a kill. The result is written before it is logged to MLflow; `--relog` logs it later if MLflow was not reachable.

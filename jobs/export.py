@@ -40,11 +40,11 @@ class ExportConfig(Config):
     engine: Literal["vllm", "sglang"] = "vllm"
     """Engine that will serve, which decides the format of the file."""
     max_batch_size: int | None = Field(default=None, ge=1)
-    """Largest batch size to choose for; by default the rows that the step cost was measured with. Larger batches use
-    the number of this one."""
+    """Largest batch size to choose for; by default the rows that the step cost was measured with. Larger batches get
+    the same number of drafted tokens as this one."""
     single: bool = False
-    """Write one number of drafted tokens for all batch sizes, which vLLM needs with data parallelism and SGLang
-    always."""
+    """Write one number of drafted tokens for all batch sizes. vLLM needs this with data parallelism; SGLang always
+    gets one number."""
     method: Method | None = None
     """Kind of the draft; by default eagle3 if the draft proposes token by token, otherwise dflash."""
     output: Path = Path("runs/export")

@@ -3,7 +3,7 @@
 The decision uses the measurements of jobs/evaluate.py on held-out prompts. The version must not be significantly
 slower than the best fixed block size. It must beat the untrained choice, which servers use without a champion, and
 the current champion: the 95% interval of the speed ratio, on the same prompts in the same run, must lie above 1. A
-champion of another pair, such as a draft before its retraining, is not compared. An evaluation needs at least
+champion of another pair, such as one of the draft before retraining, is not compared. An evaluation needs at least
 `MIN_PROMPTS` prompts: with fewer, a few long answers dominate. `--force` skips all checks and is recorded as a tag.
 """
 
@@ -39,7 +39,7 @@ class PromoteResult(NamedTuple):
     promoted: bool
     reason: str
     champion: int | None
-    """Number of the champion after this job, if it is of the version's pair."""
+    """Version number of the champion after this job; None without one, or if it is of another pair."""
 
 
 def run(config: PromoteConfig) -> PromoteResult:
@@ -62,7 +62,7 @@ def run(config: PromoteConfig) -> PromoteResult:
 
 
 def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
-    """Verdict on `version` in place of `champion`: True if it may replace it, and the reason."""
+    """Decision (True if `version` may replace `champion`), and its reason."""
     if champion is not None and champion.number == version.number:
         return True, "it already was"
     figures = version.held_out
@@ -81,7 +81,10 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
         return True, "the first champion of its model"
     if _same_pair(version, champion):
         if figures.champion != champion.number:
-            return False, f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
+            return (
+                False,
+                f"not measured together with champion version {champion.number}; run jobs/evaluate.py on it again",
+            )
         if not figures.champion_ratio_low > 1:  # also refuses NaN
             over_champion = Interval(figures.champion_ratio, figures.champion_ratio_low, figures.champion_ratio_high)
             measured = with_range(over_champion, 3)
@@ -92,7 +95,7 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
 def _no_better_than_untrained(figures: HeldOut) -> str:
     """Reason to refuse a policy; empty if it beats the untrained choice."""
     if not figures.has_untrained:
-        return f"not measured beside the untrained choice; run jobs/evaluate.py with baseline {UNTRAINED!r}"
+        return f"not measured together with the untrained choice; run jobs/evaluate.py with baseline {UNTRAINED!r}"
     if figures.untrained_ratio_low > 1:
         return ""
     ratio = Interval(figures.untrained_ratio, figures.untrained_ratio_low, figures.untrained_ratio_high)

@@ -1,6 +1,6 @@
 """OpenAI-compatible server on Ray Serve: every replica runs one engine, and a policy chooses its block sizes.
 
-One gateway speaks HTTP (gateway.py); each model has its replicas (replica.py). A new policy is loaded without
+One gateway answers HTTP (gateway.py); each model has its replicas (replica.py). A new policy is loaded without
 reloading the models and without interrupting requests. On SIGTERM and Ctrl-C the server accepts no more requests,
 finishes those in flight, and exits.
 
@@ -43,7 +43,7 @@ from jobs.serving.gateway import Gateway, bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 APP, ROUTING = "blockpilot", "jobs.serving.routing"
-# Serve's own delays, 30 s and 10 min, are longer than users wait for a first token, or than a replica takes to start.
+# Serve's default delays (up 30 s, down 10 min) exceed what users wait for a first token or a replica takes to start.
 SCALING = {"metrics_interval_s": 2.0, "look_back_period_s": 6.0, "upscale_delay_s": 4.0, "downscale_delay_s": 300.0}
 SPARE_REQUESTS = 32  # capacity of a replica for calls that decode nothing: its status, and 429s
 MAX_GATEWAY_REQUESTS = 100_000  # never reached: the gateway itself refuses excess requests, and still answers /health
@@ -71,9 +71,9 @@ class ServeConfig(ModelConfig):
     """Accepted names in the Host header, such as example.com. By default the names of loopback if the server listens
     only there, otherwise all names."""
     max_body_bytes: int = Field(default=2**20, ge=1)
-    """Maximum size of a request body; a larger one is answered 413."""
+    """Maximum bytes of a request body; a larger one is answered 413."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Maximum seconds from a request's arrival to its last token; a request may set less (`timeout_s`)."""
+    """Maximum seconds from a request's arrival to its last token; a request may set fewer (`timeout_s`)."""
     body_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds in which a request's body must arrive; otherwise it is answered 408."""
     registry_every_s: float = Field(default=20.0, gt=0)
@@ -88,9 +88,9 @@ class ServeConfig(ModelConfig):
     logs_prompts: bool = False
     """Also log the text of prompts."""
     output: Path = Path("runs/serve")
-    """Directory of the copies of champions, on every machine with a replica."""
+    """Directory for copies of champions, on every machine with a replica."""
     write_config: Path | None = None
-    """Write this file for `serve deploy` instead of serving."""
+    """Write a file for `serve deploy` to this path instead of serving."""
 
     @field_validator("host")
     @classmethod
@@ -168,7 +168,7 @@ class ReplicaCpus(NamedTuple):
 def replica_cpus(model: ModelConfig, models: Sequence[ModelConfig], *, alone: bool) -> ReplicaCpus:
     """The configured cores, otherwise an equal share of the machine's, or one core in a cluster.
 
-    alone: not by `serve deploy`, so this process has started Ray unless RAY_ADDRESS names a cluster.
+    alone: this process starts Ray, unless RAY_ADDRESS names a cluster; False for `serve deploy`.
     """
     num_cpus = model.resources.num_cpus
     if num_cpus is not None:
@@ -297,7 +297,7 @@ def start(config: ServeConfig) -> str:
 
 
 def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Refuse new requests, wait `drain_s` seconds, or until `hurry`, for those in flight, and remove the server."""
+    """Refuse new requests, wait for open ones up to `drain_s` seconds or until `hurry()`, and remove the server."""
     if drain_s > 0:
         _drain(serve.get_app_handle(APP), drain_s, hurry)
     serve.delete(APP, _blocking=False)

@@ -121,7 +121,7 @@ def run(config: SweepConfig) -> SweepResult:
 
 
 def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
-    """The shards, and the prompts in the order of the shards, without repetitions."""
+    """The shards, and the prompts in the order of the shards, without duplicates."""
     prompts = {
         prompt_ids(prompt, config.seed, config.temperature): prompt
         for name in config.prompts
@@ -161,7 +161,7 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
         folder.write(task.shard, outcome.rows, scheduler.metadata)
         rejects += outcome.rejects
         progress.advance(len(task.places))
-    if scheduler.last is not None:  # nothing of this job decodes now
+    if scheduler.last is not None:  # no other worker decodes now
         with suppress(RayError):  # a lost worker: `run` starts another one
             if _needs_price(config):
                 size = config.price_rows, config.price_context

@@ -1,9 +1,9 @@
 """Train a DFlash or EAGLE-3 draft for a target: answers -> features -> draft, logged to MLflow.
 
-Ray actors generate the target's answers (jobs/answers.py) and store its features of them; Ray Train workers fit the
-draft to the features. The same command continues an interrupted run: answers and features file by file, training from
-its last checkpoint. With `--only-edges` the actors store the draft's own outputs instead of features. Validation
-measures tau on held-out answers; jobs/sweep.py measures it by prompt set.
+Ray actors generate the target's answers (jobs/answers.py) and store the target's features of the answers; Ray Train
+workers fit the draft to the features. The same command continues an interrupted run: it reuses finished files of
+answers and features, and the last checkpoint. With `--only-edges` the actors store the draft's outputs instead of
+features. Validation measures tau on held-out answers; jobs/sweep.py measures it by prompt set.
 """
 
 import functools
@@ -105,7 +105,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
 
 
 def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
-    """Raise ValueError for answers of several targets, answers with the mask token, or only answers of one token."""
+    """Raise ValueError for answers of several targets or with the mask token, or if none has 2 tokens or more."""
     revisions, lengths = set(), []
     mask = mask_token_id(config) if config.kind == "dflash" else None
     for path in [shard.path for shards in written for shard in shards]:

@@ -1,4 +1,4 @@
-"""A tiny random pair, in memory and on disk, for tests that need every code path but no language."""
+"""Fixtures: tiny random pairs of target and draft, for tests that need every code path but no real language."""
 
 import os
 import secrets
@@ -7,7 +7,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # in this process and those that it starts
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("RAY_worker_niceness", "0")  # at 15 they starve beside another test
+os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's default, 15, workers starve next to other tests
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,18 +37,18 @@ from helpers.tiny import (
     tiny_target,
 )
 
-settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
+settings.register_profile("blockpilot", deadline=None)  # a busy machine may exceed any deadline
 settings.load_profile("blockpilot")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Jobs first, those with most Ray clusters before others: they mostly wait, and would run alone at the end."""
+    """Sort jobs and workflows first, by Ray tests in the file: they mostly wait, and would run alone at the end."""
     num_clusters = Counter(item.path for item in items if item.get_closest_marker("ray"))
     items.sort(key=lambda item: (not {"jobs", "workflows"} & {*item.path.parts[-4:-1]}, -num_clusters[item.path]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds by file, where CI is set."""
+    """Print the seconds of every test file, if CI is set."""
     if not os.environ.get("CI"):
         return
     seconds = Counter[str]()
@@ -68,13 +68,13 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without a compiler."""
+    """Machine without a C compiler: layers run by torch."""
     monkeypatch.setattr(library, "_library", lambda dtype: "no C compiler")
 
 
 @pytest.fixture(params=["C", "torch"])
 def in_c(request: pytest.FixtureRequest) -> bool:
-    """True for layers in C, where they can be, then False for layers by torch."""
+    """True: layers in C, skipped if they are not available; False: layers by torch."""
     if request.param == "torch":
         request.getfixturevalue("without_c")
     elif library.library_for(torch.float32, torch.device("cpu")) is None:
@@ -84,7 +84,7 @@ def in_c(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(autouse=True)
 def _no_ray_is_left() -> Iterator[None]:
-    """A test that joined a cluster in this process leaves it, so that the next can tell whether it started one."""
+    """Leave the Ray cluster of this process after every test, so that the next can tell whether it started one."""
     yield
     ray.shutdown()
 
@@ -108,7 +108,7 @@ def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
 
 @pytest.fixture(scope="session")
 def eagle_pair(tiny_pair: Pair) -> Pair:
-    """The tiny target with a random EAGLE-3 draft, which proposes two of three tokens."""
+    """The tiny target with a random EAGLE-3 draft, whose vocabulary is two thirds of the target's."""
     vocabulary = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:174]
     return eagle3_pair(tiny_pair, tiny_target(), vocabulary)
 
@@ -120,7 +120,7 @@ def alone(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
 
 
 def _pair_of(new_target: Callable[[], PreTrainedModel] | None = None, **parts: Any) -> Any:
-    """Fixture: the tiny pair, or a pair with another target, whose random draft has these parts."""
+    """Fixture: a pair of the tiny target, or of a new one, and a random draft with these parts (`DraftOptions`)."""
 
     @pytest.fixture(scope="session")
     def made(tiny_pair: Pair) -> Pair:
@@ -130,11 +130,11 @@ def _pair_of(new_target: Callable[[], PreTrainedModel] | None = None, **parts: A
     return made
 
 
-# The tiny pair with a Markov head, a gated one, and the convolutions and the candidate selector of DFlash 2.
+# The tiny pair with a Markov head, with a gated one, and with DFlash 2's convolutions and candidate selector.
 markov_pair = _pair_of(markov_rank=6)
 gated_pair = _pair_of(markov_rank=6, markov_head_type="gated")
 dflash2_pair = _pair_of(**DFLASH2)
-# Targets with windows; with states in most layers, without and with experts; with sinks; with all that Gemma 4 has.
+# Targets with sliding windows; with states in most layers, without and with experts; with sinks; a full Gemma 4.
 gemma_pair = _pair_of(tiny_gemma)
 hybrid_pair = _pair_of(tiny_hybrid)
 hybrid_mixture_pair = _pair_of(tiny_hybrid_mixture)
@@ -150,6 +150,6 @@ def embedded_pair() -> Pair:
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """The pair of a name: `@pytest.mark.parametrize("pair", [names], indirect=True)`."""
+    """Pair fixture by name: `@pytest.mark.parametrize("pair", [names], indirect=True)`."""
     named: Pair = request.getfixturevalue(request.param)
     return named

@@ -1,6 +1,6 @@
 """Learned policies on the embedded pair: sweeps, training, evaluations at several loads, and their comparison.
 
-The policies are trained on prompts that the draft was not trained on: a draft has a higher acceptance on its own
+The policies are trained on prompts that the draft was not trained on: a draft has a higher acceptance on its
 training answers, so a policy trained on those would expect too much. The embedded draft was trained on most prompts
 of four sets (see its model card). Training prompts are the rest of these sets, further prompts written by the
 target, and the unmeasured prompts of three benchmarks. The policy of kind `step` is measured on three benchmarks and
@@ -142,7 +142,7 @@ def own_prompts(config: StudyConfig) -> list[Prompt]:
 
 
 def write_prompts(config: StudyConfig) -> None:
-    """Two thirds of the training prompts for T=0, one third for T=1."""
+    """Write two thirds of the training prompts for T=0, one third for T=1."""
     mixed = [prompt for name, num in NUM_PROMPTS.items() for prompt in unseen(name, num)] + own_prompts(config)
     mixed.sort(key=lambda prompt: hashlib.sha256(prompt.text.encode()).digest())
     save_prompts(config.prompts(0.0), [prompt for i, prompt in enumerate(mixed) if i % 3 != 2])
@@ -232,7 +232,7 @@ def finished(output: Path) -> Path | None:
 def compare(config: StudyConfig) -> str:
     """Print, write and plot the speed-ups of all finished evaluations.
 
-    Methods of all evaluations also have a geometric mean. Raises ValueError without any evaluation.
+    Methods that are in all evaluations also get a geometric mean. Raises ValueError without any evaluation.
     """
     speed_ups = dict[str, dict[str, Interval]]()
     for directory in filter(None, (finished(evaluation.output) for evaluation in evaluations(config))):

@@ -23,7 +23,7 @@ ALLOWANCE_PER_TOKEN_S = 0.01  # ordinary grammars take 0.3 ms
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that exceeds its limits while a text follows it."""
+    """A grammar that cannot be compiled, or that exceeds its limits during decoding."""
 
 
 class GrammarCompiler:
@@ -111,7 +111,7 @@ class GrammarAutomaton:
 
     @property
     def error(self) -> GrammarError | None:
-        """Why the request cannot follow the grammar any further, or None."""
+        """Error if the request can no longer follow the grammar, else None."""
         if self._left_s < 0:
             return GrammarError("grammar: following it takes too much of the machine's time")
         if self._matcher.is_error():

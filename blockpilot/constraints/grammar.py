@@ -2,7 +2,7 @@
 
 JSON has the spacing of Python's json.dumps, one space after a comma and a colon, unless a pattern allows other white
 space. Most of a schema's own characters are then forced, and a model cannot fill its answer with blanks. JSON without
-any spaces is unlike a small model's training data, and its draft is accepted less.
+any spaces is unlike a small model's training data, and fewer drafted tokens are accepted.
 """
 
 import json
@@ -40,14 +40,14 @@ class Grammar(NamedTuple):
         return SEPARATORS if self.white_space is None else {"whitespace_pattern": self.white_space}
 
 
-def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
+def schema_grammar(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
     """Grammar of JSON texts valid under a schema; raises ValueError for integers that llguidance would round."""
     prepared_schema = prepared(dict(schema))
     check_exact(prepared_schema)
     return Grammar("json", json.dumps(prepared_schema), white_space)
 
 
-def of_choices(texts: Sequence[str]) -> Grammar:
+def choice_grammar(texts: Sequence[str]) -> Grammar:
     """Grammar of exactly one of these texts."""
     return Grammar("choice", json.dumps(texts))
 
@@ -55,7 +55,7 @@ def of_choices(texts: Sequence[str]) -> Grammar:
 def limits(max_lexer_states: int = 50_000, step_max_items: int = 10_000) -> LLParserLimits:
     """Limits for compiling a grammar and for every step: about 20 ms per step and 100 MB.
 
-    step_max_items: parser items for one mask; in an ambiguous grammar they grow with the square of the text.
+    step_max_items: parser items for one mask; in an ambiguous grammar they grow with the square of the text's length.
     """
     return LLParserLimits(max_lexer_states=max_lexer_states, step_max_items=step_max_items, verbose_errors=False)
 

@@ -44,7 +44,7 @@ NEEDS = {"minContains": "contains", "maxContains": "contains", "then": "if", "el
 
 
 class Loosened(NamedTuple):
-    """A schema without unsupported keywords, and the paths of these, such as `properties.x.uniqueItems`."""
+    """Schema without unsupported keywords, and the paths of the dropped ones, such as `properties.x.uniqueItems`."""
 
     schema: JsonObject
     dropped: tuple[str, ...] = ()
@@ -258,12 +258,12 @@ def _disjoint(root: JsonObject, options: list[Any]) -> list[Any] | None:
     if not all(isinstance(schema, dict) for schema in full):
         return None
     kinds = [_kinds(schema) for schema in full]
-    if _apart(kinds) or _apart([_constants(schema) for schema in full]):
+    if _are_disjoint(kinds) or _are_disjoint([_constants(schema) for schema in full]):
         return options
     if any(kind != {"object"} for kind in kinds):
         return None
     for name in properties_of(full[0]):
-        if not _apart([_constants(resolved(root, properties_of(schema).get(name))) for schema in full]):
+        if not _are_disjoint([_constants(resolved(root, properties_of(schema).get(name))) for schema in full]):
             continue
         return [
             option
@@ -274,7 +274,7 @@ def _disjoint(root: JsonObject, options: list[Any]) -> list[Any] | None:
     return None
 
 
-def _apart(sets: list[set[str] | None]) -> bool:
+def _are_disjoint(sets: list[set[str] | None]) -> bool:
     complete = [values for values in sets if values is not None]
     return len(complete) == len(sets) and sum(map(len, complete)) == len(set[str]().union(*complete))
 
@@ -314,7 +314,7 @@ def inexact(schema: JsonObject) -> list[str]:
 
 
 def check_exact(schema: JsonObject) -> None:
-    """Raise ValueError, naming it, for the first integer that llguidance would round."""
+    """Raise ValueError that names the first integer that llguidance would round."""
     for path, node in subschemas(schema):
         for key in inexact(node):
             keyword, value = ".".join((*path, key)), str(node[key])[:80]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.drafts.choices import own_chances
-from blockpilot.native.growing import NUM_CONTEXTS, choice_chances, follow_paths
+from blockpilot.drafts.choices import draft_probs
+from blockpilot.native.growing import NUM_CONTEXTS, choice_chances, cut_paths
 from blockpilot.types import Candidates
 
 Array = NDArray[Any]
@@ -96,16 +96,16 @@ class Proposal(NamedTuple):
     chances: Array
     """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above; they fall along k."""
 
-    def observed(self, choices: Array, laters: Array, right: Array) -> "Observed":
+    def observed(self, choices: Array, num_later: Array, right: Array) -> "ObservedChoices":
         """Outcomes of choices [M], given as flat indices in [N * P, k].
 
-        laters [M]: numbers of later choices above each; right [M]: choices that were accepted.
+        num_later [M]: numbers of later choices above each; right [M]: choices that were accepted.
         """
         lists, ranks = np.divmod(choices, self.scores.shape[1])
-        return Observed._make([*(values[lists] for values in self[:4]), ranks, laters, right])
+        return ObservedChoices._make([*(values[lists] for values in self[:4]), ranks, num_later, right])
 
 
-class Observed(NamedTuple):
+class ObservedChoices(NamedTuple):
     """Verified choices [M] below accepted nodes: scores and log_probs [M, k] of their slots' choices, their ranks [M]
     among these, the numbers of later choices above, and which were accepted (`right`).
     """
@@ -115,7 +115,7 @@ class Observed(NamedTuple):
     drawn: Array
     slots: Array
     ranks: Array
-    laters: Array
+    num_later: Array
     right: Array
 
 
@@ -166,13 +166,13 @@ class AcceptanceModel:
 
     # --- before the draft ---
 
-    def follow(self, paths: Paths, least: float = 0.0) -> Paths:
+    def cut_paths(self, paths: Paths, least: float = 0.0) -> Paths:
         """Paths with their expected gains, cut below a probability of LEAST_REACHED, or `least` if that is higher.
 
         RuntimeError without C.
         """
         least = max(least, LEAST_REACHED)
-        sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, least)
+        sizes, gains = cut_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, least)
         return paths._replace(sizes=sizes, gains=gains)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
@@ -216,7 +216,7 @@ class AcceptanceModel:
         chances = choice_chances(scores, log_probs, drawn, slots, planned, self.choices.weights)
         if chances is None:
             chances = self._chances(scores, log_probs, drawn, slots)
-            chances[:, ~planned] = own_chances(choices).numpy(force=True)[:, ~planned]
+            chances[:, ~planned] = draft_probs(choices).numpy(force=True)[:, ~planned]
         return Proposal(scores, log_probs, drawn, slots, chances)
 
     def _chances(self, scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
@@ -232,10 +232,10 @@ class AcceptanceModel:
         chances /= np.maximum(chances.sum(axis=-1, keepdims=True), 1.0)
         return np.minimum.accumulate(chances, axis=-1)
 
-    def learn(self, observed: Observed) -> None:
+    def learn(self, observed: ObservedChoices) -> None:
         """Learn from verified choices."""
         features = knowledge(*observed[:4])[np.arange(len(observed.ranks)), observed.ranks]
-        inputs = inputs_of(features, observed.ranks, observed.laters)
+        inputs = inputs_of(features, observed.ranks, observed.num_later)
         self.choices.learn(inputs, observed.drawn, observed.right, inputs[:, 0])
 
     def learn_paths(self, inputs: Array, drawn: Array, right: Array) -> None:
@@ -243,13 +243,13 @@ class AcceptanceModel:
         self.paths.learn(inputs, drawn, right)
 
 
-def inputs_of(features: Array, ranks: Array, laters: Array) -> Array:
+def inputs_of(features: Array, ranks: Array, num_later: Array) -> Array:
     """Regression inputs [M, NUM_WEIGHTS] of choices with features [M, NUM_KNOWN], ranks [M] and numbers of later
     choices above [M]. The first input is also the offset of the logit.
     """
     inputs = np.zeros((len(ranks), NUM_WEIGHTS))
     inputs[:, :NUM_KNOWN] = features
-    inputs[np.arange(len(ranks)), NUM_KNOWN + 2 * np.minimum(laters, NUM_CONTEXTS - 1) + (ranks > 0)] = 1.0
+    inputs[np.arange(len(ranks)), NUM_KNOWN + 2 * np.minimum(num_later, NUM_CONTEXTS - 1) + (ranks > 0)] = 1.0
     return inputs
 
 

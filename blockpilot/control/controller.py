@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from blockpilot.control.acceptance import AcceptanceModel, Array, Observed, Paths, Proposal
+from blockpilot.control.acceptance import AcceptanceModel, Array, ObservedChoices, Paths, Proposal
 from blockpilot.control.choose import (
     Drafting,
     RowPlan,
@@ -46,22 +46,22 @@ class Plans(NamedTuple):
     exploration. least_cost_s: as the function of this name.
     """
 
-    of_kinds: RowPlan
+    kind_plans: RowPlan
     least_chance: float
     explored_s: float
     least_cost_s: float
     drafting_of: dict[tuple[bytes, bytes], Drafting]
 
 
-class Verified(NamedTuple):
+class VerifiedNodes(NamedTuple):
     """Outcomes of the verified nodes below accepted ones.
 
     Choices [M] of a proposal as flat indices, the numbers of later choices above each, and which were accepted
     (`right`). Tokens of paths: inputs [P, len(OF_PATH)], which were drawn [P], and which were accepted.
     """
 
-    choices: Array
-    laters: Array
+    choice_index: Array
+    num_later: Array
     right: Array
     path_inputs: Array
     path_drawn: Array
@@ -73,7 +73,7 @@ class StepOutcome(NamedTuple):
 
     load: Load
     num_prompt_tokens: int = 0
-    verified: Callable[[], Verified] | None = None
+    verified: Callable[[], VerifiedNodes] | None = None
     """Outcomes of the planned rows, computed when the controller learns from them."""
     has_captured: bool = False
     """A CUDA graph was captured in the step, which takes longer than the step itself."""
@@ -103,12 +103,12 @@ class Controller:
         self._spare_s = 0.0  # saved up for exploration
         self._grown = list[Trees]()
         self._proposal: Proposal | None = None
-        self._unlearned = list[tuple[Proposal | None, Callable[[], Verified]]]()
+        self._unlearned = list[tuple[Proposal | None, Callable[[], VerifiedNodes]]]()
         self._num_alike = 0  # consecutive steps that drafted; negative: that did not
 
-    def follow(self, paths: Paths) -> Paths:
+    def cut_paths(self, paths: Paths) -> Paths:
         """Paths with their expected gains, cut where their tokens would save less than they cost."""
-        return self.model.follow(paths, self._least_chance)
+        return self.model.cut_paths(paths, self._least_chance)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
         """Kinds of rows [R], given `drawn` [R] (0 or 1) and their paths; there is one plan for each kind."""
@@ -128,7 +128,7 @@ class Controller:
         if key not in self._plans_of:
             self._plans_of[key] = self._planned(*key)
         plans = self._plans_of[key]
-        self._rates, self._least_chance = plans.of_kinds.rate, plans.least_chance
+        self._rates, self._least_chance = plans.kind_plans.rate, plans.least_chance
         depths = self._depths(plans, rows, other_load)
         self._explore(depths, rows.deepest)
         if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
@@ -141,11 +141,11 @@ class Controller:
     def _planned(self, num_rows: int, other_load: Load) -> Plans:
         """New plans for so many rows."""
         beside = num_rows, self.price, other_load
-        of_kinds = plan_rows(self.model.expected(), *beside)
+        kind_plans = plan_rows(self.model.expected(), *beside)
         load = other_load._replace(rows=other_load.rows + num_rows)
-        least_chance = float(of_kinds.rate.min()) * self.price.least_token_s(load)
+        least_chance = float(kind_plans.rate.min()) * self.price.least_token_s(load)
         explored_s = EXPLORE_SHARE * self.price.seconds(load)
-        return Plans(of_kinds, least_chance, explored_s, least_cost_s(of_kinds, *beside), {})
+        return Plans(kind_plans, least_chance, explored_s, least_cost_s(kind_plans, *beside), {})
 
     def _depths(self, plans: Plans, rows: Planned, other_load: Load) -> Array:
         """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
@@ -158,7 +158,7 @@ class Controller:
             return np.zeros_like(rows.deepest)
         key = rows.kinds.tobytes(), rows.deepest.tobytes()
         if key not in plans.drafting_of:
-            plans.drafting_of[key] = best_drafting(plans.of_kinds, *rows, self.price, other_load)
+            plans.drafting_of[key] = best_drafting(plans.kind_plans, *rows, self.price, other_load)
         drafting = plans.drafting_of[key]
         if drafting.saved_s <= 0 and drafting.depths.any():
             cost_s = max(self.price.launch_s, -drafting.saved_s)  # an accepted token may not make up for it
@@ -224,15 +224,15 @@ class Controller:
 
     def _learn_nodes(self) -> None:
         """Learn from the outcomes of the latest steps: together, since alone each would take as long as all."""
-        of_choices, of_paths = list[Observed](), list[Sequence[Array]]()
+        choice_outcomes, path_outcomes = list[ObservedChoices](), list[Sequence[Array]]()
         for proposal, verified in self._unlearned:
             outcomes = verified()
-            if proposal is not None and len(outcomes.choices):
-                of_choices.append(proposal.observed(*outcomes[:3]))
-            of_paths.append(outcomes[3:])
-        if of_choices:
-            self.model.learn(Observed(*map(np.concatenate, zip(*of_choices, strict=True))))
-        self.model.learn_paths(*map(np.concatenate, zip(*of_paths, strict=True)))
+            if proposal is not None and len(outcomes.choice_index):
+                choice_outcomes.append(proposal.observed(*outcomes[:3]))
+            path_outcomes.append(outcomes[3:])
+        if choice_outcomes:
+            self.model.learn(ObservedChoices(*map(np.concatenate, zip(*choice_outcomes, strict=True))))
+        self.model.learn_paths(*map(np.concatenate, zip(*path_outcomes, strict=True)))
         self._unlearned = []
 
 

@@ -145,8 +145,8 @@ class StepPrice:
 
     def more_experts_s(self, num_tokens: int, more: Any) -> Any:
         """Seconds of the experts that only `more` tokens choose, beside so many."""
-        of_first, of_all = (chosen_experts(self.expert_share, num) for num in (num_tokens, num_tokens + more))
-        return self.experts_s * (of_all - of_first)
+        first_chosen, all_chosen = (chosen_experts(self.expert_share, num) for num in (num_tokens, num_tokens + more))
+        return self.experts_s * (all_chosen - first_chosen)
 
     def least_token_s(self, load: Load) -> float:
         """Lower bound of the seconds of a further verified token; tokens that fill a tile do not begin one."""

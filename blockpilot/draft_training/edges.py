@@ -30,7 +30,7 @@ class DraftedSlots(NamedTuple):
     hidden: Tensor  # [M, hidden] of the draft, bf16
     tokens: Tensor  # [M, K]: the draft's best tokens, best first
     log_probs: Tensor  # [M, K]: their log probabilities by the draft
-    of_target: Tensor  # [M, K]: their log probabilities by the target at temperature 1
+    target_log_probs: Tensor  # [M, K]: their log probabilities by the target at temperature 1
     before: Tensor  # [M]: the text's token before the position
     labels: Tensor  # [M]: the text's token at the position
     offsets: Tensor  # [M]: distance from the anchor, from 1
@@ -139,7 +139,7 @@ class EdgeLoss(nn.Module):
         """
         scores = self.scores(slots)
         log_probs, right = scores.log_softmax(dim=-1), slots.tokens == slots.labels[:, None]
-        goal = self.distill * slots.of_target.exp() + (1 - self.distill) * right
+        goal = self.distill * slots.target_log_probs.exp() + (1 - self.distill) * right
         goal = torch.where(slots.offsets[:, None] == 1, slots.log_probs.softmax(dim=-1), goal)
         losses = -(goal * log_probs).sum(dim=-1)
         if self.overlap:
@@ -269,7 +269,7 @@ def noise_of(slots: DraftedSlots, seed: int = 0) -> Tensor:
         return -torch.log(-torch.log(torch.rand(shape, generator=generator).clamp(1e-9, 1 - 1e-7)))
 
     num_slots, width = slots.tokens.shape
-    winner, rest = gumbel(num_slots, 1), slots.of_target + gumbel(num_slots, width)
+    winner, rest = gumbel(num_slots, 1), slots.target_log_probs + gumbel(num_slots, width)
     noisy_scores = -torch.logaddexp(-winner, -rest).clamp_min(-1e30)
     noisy_scores = torch.where(slots.tokens == slots.labels[:, None], winner, noisy_scores)
-    return (noisy_scores - slots.of_target) * (slots.temperatures > 0)[:, None]
+    return (noisy_scores - slots.target_log_probs) * (slots.temperatures > 0)[:, None]

@@ -143,8 +143,8 @@ class BlockLoss(DraftLoss):
         hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
         before, labels = (at(batch.tokens, texts).flatten() for texts in (positions - 1, positions))
         labels, is_known = numbered(labels, vocabulary)
-        of_target = at(batch.hidden, positions - 1).flatten(0, 2) if self.distill or self.overlap else None
-        slots = self._slot_scores(hidden.flatten(0, 2), of_target, before, labels, vocabulary)
+        target_hidden = at(batch.hidden, positions - 1).flatten(0, 2) if self.distill or self.overlap else None
+        slots = self._slot_scores(hidden.flatten(0, 2), target_hidden, before, labels, vocabulary)
         losses, label_losses, chosen = (values.view_as(inside) for values in slots)
         is_known = is_known.view_as(inside) & inside
         weights = self._weights(label_losses.detach().masked_fill(~is_known, math.inf), inside) * is_known
@@ -156,7 +156,12 @@ class BlockLoss(DraftLoss):
         return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
 
     def slot_scores(
-        self, hidden: Tensor, of_target: Tensor | None, before: Tensor, labels: Tensor, vocabulary: Vocabulary | None
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        before: Tensor,
+        labels: Tensor,
+        vocabulary: Vocabulary | None,
     ) -> "SlotScores":
         """Scores of M slots: hidden states [M, hidden] of the draft and of the target, the text's token before each
         [M], and the index [M] of the text's own in the scored vocabulary.
@@ -168,8 +173,8 @@ class BlockLoss(DraftLoss):
         log_probs = logits.log_softmax(dim=-1)
         losses = label_losses = -log_probs.gather(-1, labels[:, None])[:, 0]
         target_probs = None
-        if of_target is not None:
-            target_probs = self._logits(of_target, vocabulary).float().softmax(dim=-1)
+        if target_hidden is not None:
+            target_probs = self._logits(target_hidden, vocabulary).float().softmax(dim=-1)
             losses = distilled(log_probs, labels, target_probs, self.distill, self.overlap)
         if edges is None or edges.is_whole:
             return SlotScores(losses, label_losses, logits.detach().argmax(dim=-1))

@@ -1,8 +1,8 @@
-"""The interface of drafts: what engine, sweeps, policies and servers know of one, whatever its family.
+"""Interface of all draft families, used by engine, sweeps, policies and servers.
 
-A `Draft` is the network of a checkpoint. Prepared for a target it becomes a `PreparedDraft`, which runs over a cache
-of its own: it is kept up with every token that becomes final, and proposes choices for the positions after an anchor.
-families.py knows all families.
+A `Draft` is the network of a checkpoint. Prepared for a target it becomes a `PreparedDraft`, which runs over a
+separate cache: the cache takes every accepted token, and the draft proposes choices for the positions after an
+anchor. families.py lists all families.
 """
 
 from abc import ABC, abstractmethod
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from blockpilot.drafts.blocks import Blocks, KnownContext
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.drafts.head import DraftHead
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates, Sampling
 
 Embed = Callable[[Tensor], Tensor]
-"""Token ids [...] -> embeddings [..., hidden] as the target's layers read them, which Gemma scales."""
+"""Token ids [...] -> embeddings [..., hidden] as the target's layers read them (Gemma scales them)."""
 
 
-class Asked(NamedTuple):
-    """Rows [R] that proposals are wanted for: depths[r] (1 or more) positions after each one's anchor."""
+class DraftRequest(NamedTuple):
+    """Rows [R] to draft for, depths[r] (1 or more) positions after the anchor of row r."""
 
     slots: Sequence[int]
     """Slots of the draft's cache, ascending."""
@@ -36,37 +36,37 @@ class Asked(NamedTuple):
     depths: Sequence[int]
     sampling: Sequence[Sampling]
     num: int
-    """Choices wanted of every position."""
+    """Choices per position."""
     width: int
-    """Prefixes at most that a position's choices are wanted after, where these differ: 1 for chains."""
+    """Maximum number of prefixes per position that have separate choices; 1 for chains."""
 
 
 Choose = Callable[[Tensor, Sequence[int], Sequence[int]], Candidates]
-"""The keyed sampler over a draft's LM head: choices by hidden states [M, hidden], rows [M] and positions [M]."""
+"""Keyed sampler over a draft's LM head: hidden states [M, hidden], rows [M] and positions [M] -> choices."""
 
 
 class PreparedDraft(ABC):
-    """A draft as it runs beside its target, whose embeddings it may read."""
+    """A draft prepared for a target, whose embeddings it may read."""
 
     head: DraftHead
 
     @abstractmethod
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
-        """An empty cache of what the draft knows of `num_slots` rows of at most `length` final tokens."""
+        """An empty cache of the draft, for `num_slots` rows of at most `length` accepted tokens."""
 
     @abstractmethod
-    def keep_up(
+    def update_cache(
         self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
-        """Cache the target's features [N, F] of packed final tokens, whose rows lie in `slots` [R].
+        """Cache the target's features [N, F] of packed accepted tokens, of rows in `slots` [R].
 
-        following [N] are the tokens after them: a row's last one is followed by its new anchor, or by one below 0
-        where the row failed. Returns their context vectors [N, hidden].
+        following [N]: the token after each; after a row's last one its new anchor, negative if the row failed.
+        Returns their context vectors [N, hidden].
         """
 
     @abstractmethod
-    def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
-        """Choices for every position asked for, N in all, row by row: drawn apart, or after each other."""
+    def propose(self, request: DraftRequest, cache: SlotCache, choose: Choose) -> Candidates | ConditionalCandidates:
+        """Choices for every requested position [N], row by row: independent, or conditional on the one before."""
 
 
 class Draft(nn.Module, ABC):
@@ -78,13 +78,13 @@ class Draft(nn.Module, ABC):
 
     @property
     def block_size(self) -> int:
-        """Tokens of a step that the draft was trained for: its anchor and the positions that it drafts."""
+        """Block size that the draft was trained for: the anchor and the drafted positions."""
         return int(self.options.block_size)
 
     @property
     @abstractmethod
     def is_sequential(self) -> bool:
-        """True if it proposes token by token, in a pass for each depth, rather than all in one."""
+        """True if it proposes token by token, one pass per depth; False if one pass proposes all tokens."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,14 +115,14 @@ class Draft(nn.Module, ABC):
     def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         """Hidden states [R, sum(widths), hidden], for the LM head, of blocks on known texts.
 
-        The one for a position knows the text up to the token before it, or less. `embed` is the target's.
+        Those for a position depend on the text up to the token before it, or less. `embed` is the target's.
         """
 
 
-def check_same(what: str, of_draft: object, of_target: object) -> None:
-    """Raise ValueError, naming both values, where they differ."""
-    if of_draft != of_target:
-        raise ValueError(f"draft does not fit target: {what} {of_draft}, the target's is {of_target}")
+def check_same(what: str, draft_value: object, target_value: object) -> None:
+    """Raise ValueError, naming both values, if they differ."""
+    if draft_value != target_value:
+        raise ValueError(f"draft does not fit target: {what} {draft_value}, the target's is {target_value}")
 
 
 def check_layers(ids: Sequence[int], num_target_layers: int) -> None:

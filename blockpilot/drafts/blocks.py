@@ -1,7 +1,7 @@
-"""Blocks at many anchors of known texts, side by side in one draft pass, for training and replay.
+"""Blocks at many anchors of known texts in one draft pass, for training and replay.
 
-A row holds the blocks of one text, one after the other. Each sees itself and the context
-strictly before its own anchor, never another block.
+A row holds consecutive blocks of one text. A block attends to itself and to the context strictly before its anchor,
+never to another block.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ ANCHORS_PER_ROW = 8
 
 
 class Blocks(NamedTuple):
-    """A blocks in each of R rows. Block a takes `widths[a]` positions of a row, of which sizes [R, A] are its own.
+    """A blocks in each of R rows. Block a has `widths[a]` positions: sizes[r, a] of the block, then padding.
 
-    Positions beyond a block's size are padding that no other position attends to.
+    No other position attends to padding.
     """
 
     anchors: Tensor  # [R, A] positions
-    tokens: Tensor  # [R, A]: those at the anchors
+    tokens: Tensor  # [R, A], at the anchors
     sizes: Tensor  # [R, A]
     widths: tuple[int, ...]
 
     def layout(self) -> tuple[Tensor, Tensor]:
-        """Block, and offset in that block, of every position of a row: two [sum(widths)]."""
+        """Index of the block, and offset in it, of every position of a row: two tensors [sum(widths)]."""
         block = torch.arange(len(self.widths)).repeat_interleave(torch.tensor(self.widths))
         offset = torch.cat([torch.arange(width) for width in self.widths])
         return sent(block, self.anchors.device), sent(offset, self.anchors.device)
@@ -36,15 +36,15 @@ class Blocks(NamedTuple):
 class KnownLayer(NamedTuple):
     """A layer's keys and values of known texts [N, heads, S, head_dim].
 
-    It has no number: layers that differ in one are compiled one by one, until the compiler's limit is reached.
+    It has no layer index: torch.compile would compile each index separately, up to its limit.
     """
 
     keys: Tensor
     values: Tensor
     rows_each: int
 
-    def with_own(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the texts, then the blocks' own [R, heads, W, head_dim]."""
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the texts, followed by those of the blocks [R, heads, W, head_dim]."""
         known = self.keys, self.values
         if self.rows_each > 1:
             known = known[0].repeat_interleave(self.rows_each, 0), known[1].repeat_interleave(self.rows_each, 0)
@@ -54,8 +54,8 @@ class KnownLayer(NamedTuple):
 class KnownContext:
     """Keys and values of a draft for known texts.
 
-    keys and values hold a tensor [N, heads, S, head_dim] for every layer; a text serves `rows_each` rows of blocks.
-    tokens [N, S] and context vectors [N, S, hidden] are there for drafts that read them.
+    keys and values: [N, heads, S, head_dim] per layer; each text has `rows_each` rows of blocks. tokens [N, S]
+    and contexts [N, S, hidden] (context vectors): for drafts that read them.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KnownContext:
 def block_mask(blocks: Blocks, num_columns: int) -> Tensor:
     """Block-diffusion mask [R, sum(widths), num_columns + sum(widths)].
 
-    A position sees the context strictly before its own anchor, and the positions of its own block.
+    A position attends to the context strictly before its anchor, and to the positions of its block.
     """
     block, offset = blocks.layout()
     columns = torch.arange(num_columns, device=block.device)

@@ -1,4 +1,4 @@
-"""Choices of a draft: those that depend on the one before, and what the draft itself thinks of them."""
+"""Candidates of a draft that depend on the token before them, and the draft's own probabilities."""
 
 from typing import NamedTuple
 
@@ -8,21 +8,22 @@ from torch import Tensor
 from blockpilot.types import Candidates
 
 
-class Linked(NamedTuple):
-    """Choices of N positions after each of P contexts: `candidates` [N * P, k], position by position.
+class ConditionalCandidates(NamedTuple):
+    """Candidates [N * P, k] of N positions after each of P contexts, position by position.
 
-    places [N, P, k] say which context of the next position a choice leads to; -1: none, nothing follows it.
+    next_lists [N, P, k]: the context of the next position that a choice leads to; -1: nothing follows it.
     """
 
     candidates: Candidates
-    places: Tensor
+    next_lists: Tensor
 
 
-def own_chances(candidates: Candidates) -> Tensor:
-    """Chances [1, N, k] that the target makes each of a draft's choices; they fall along k.
+def draft_probs(candidates: Candidates) -> Tensor:
+    """Acceptance probabilities [1, N, k] of candidates by the draft alone, descending along k.
 
-    At temperature 0 the draft's probabilities. Where tokens are drawn the noise has decided already, if the
-    distributions agree; how clearly it has says how far they may differ. 0 where the draft's scores are no numbers.
+    At temperature 0 these are the draft's probabilities. For sampled tokens they are the softmax of the noisy scores:
+    draft and target share the noise, so a large margin between scores means that the target probably samples the same
+    token. 0 where the scores are NaN.
     """
     chances = torch.where(candidates.drawn[:, None], candidates.scores.softmax(dim=-1), candidates.log_probs.exp())
     return chances.nan_to_num(0.0)[None]

@@ -2,8 +2,8 @@
 
 A Qwen3-style decoder stack without embeddings or LM head (both are the target's). Its context is the target's hidden
 states at chosen layers, fused by `fc` and `hidden_norm`; every layer projects that context with its own k_proj and
-v_proj. Queries come only from the block [anchor, MASK x (B-1)]: attention is bidirectional inside the block and sees
-all of the context, which ends strictly before the anchor. Sliding-window layers are causal.
+v_proj. Queries come only from the block [anchor, MASK x (B-1)]: attention is bidirectional inside the block and
+covers the whole context, which ends strictly before the anchor. Sliding-window layers are causal.
 """
 
 import copy
@@ -28,11 +28,11 @@ from blockpilot.models.packing import folded, grouped_attention
 
 
 class BlockConvolution(nn.Module):
-    """Convolution over the tokens of a block (DFlash 2, z-lab/dflash): what a slot takes over from those before it.
+    """Causal convolution over the tokens of a block (DFlash 2, z-lab/dflash), around a sublayer.
 
-    The kernels, of few taps, depend on the token: a projection of what the sublayer reads, shared by groups of
-    channels, is added to fixed ones. One side is applied to what the sublayer reads, the other to what it returns.
-    Parameters are named as in the published checkpoints; a fresh one changes nothing.
+    Each token has kernels of a few taps: fixed ones, plus a projection of the sublayer's input, shared by groups of
+    channels. One kernel is applied to the sublayer's input, the other to its output. Parameters are named as in the
+    published checkpoints; initially the convolution is the identity.
     """
 
     def __init__(self, width: int, num_taps: int, group_size: int) -> None:
@@ -44,7 +44,7 @@ class BlockConvolution(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x: Tensor, offsets: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """A sublayer's output [..., N, width] for x, whose tokens [N] have these offsets in their blocks."""
+        """Convolved output [..., N, width] of a sublayer for x [..., N, width]; offsets [N] in the blocks."""
         num_taps, width = self.base_kernel.shape[1:]
         dynamic = self.kernel_projection(x).unflatten(-1, (2, num_taps, width // self.group_size))
         kernels = self.base_kernel + dynamic.repeat_interleave(self.group_size, dim=-1)
@@ -53,9 +53,9 @@ class BlockConvolution(nn.Module):
 
 
 def convolved(x: Tensor, kernels: Tensor, offsets: Tensor) -> Tensor:
-    """Sums over taps t of kernels[..., t, :] times the token t before: [..., N, width].
+    """Causal convolution [..., N, width]: the sum over taps t of kernels[..., t, :] * x[..., n - t, :].
 
-    x [..., N, width], kernels [..., N, taps, width]. Nothing is before a block's first token, of offset [N] 0.
+    x [..., N, width], kernels [..., N, taps, width]. offsets [N]: tokens before a block's start count as 0.
     """
     total = kernels[..., 0, :] * x
     for tap in range(1, kernels.shape[-2]):
@@ -67,7 +67,7 @@ def convolved(x: Tensor, kernels: Tensor, offsets: Tensor) -> Tensor:
 def through(
     convolution: BlockConvolution | None, x: Tensor, offsets: Tensor, sublayer: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """A sublayer of x, convolved where there is a convolution."""
+    """Output of a sublayer for x, convolved if there is a convolution."""
     return sublayer(x) if convolution is None else convolution(x, offsets, sublayer)
 
 
@@ -91,32 +91,32 @@ class DraftAttention(nn.Module):
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of hidden [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
-        keys, values = (self._apart(projected) for projected in outputs((self.k_proj, self.v_proj), hidden))
-        return turned(self.k_norm(keys), rotary), values.transpose(1, 2)
+        keys, values = (self._split_heads(projected) for projected in outputs((self.k_proj, self.v_proj), hidden))
+        return rotated(self.k_norm(keys), rotary), values.transpose(1, 2)
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, known: KnownLayer) -> Tensor:
-        """Attend from hidden [R, W, hidden] to what is known and to itself, where mask [R, 1, W, keys] is true."""
+        """Attention of hidden [R, W, hidden] to the context and the blocks, where mask [R, 1, W, keys] is true."""
         projections = self.q_proj, self.k_proj, self.v_proj
-        queries, keys, values = (self._apart(projected) for projected in outputs(projections, hidden))
-        queries, keys = turned(self.q_norm(queries), rotary), turned(self.k_norm(keys), rotary)
-        keys, values = known.with_own(keys, values.transpose(1, 2))
+        queries, keys, values = (self._split_heads(projected) for projected in outputs(projections, hidden))
+        queries, keys = rotated(self.q_norm(queries), rotary), rotated(self.k_norm(keys), rotary)
+        keys, values = known.append(keys, values.transpose(1, 2))
         bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
         attended = grouped_attention(queries, keys, values, bias, self.head_dim**-0.5).transpose(1, 2)
         output: Tensor = self.o_proj(attended.flatten(-2))
         return output
 
-    def _apart(self, joined: Tensor) -> Tensor:
+    def _split_heads(self, joined: Tensor) -> Tensor:
         """[R, W, heads * head_dim] -> [R, W, heads, head_dim]"""
-        apart: Tensor = joined.unflatten(-1, (-1, self.head_dim))
-        return apart
+        heads: Tensor = joined.unflatten(-1, (-1, self.head_dim))
+        return heads
 
 
-def turned(heads: Tensor, rotary: Rotary) -> Tensor:
+def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
     """[R, W, heads, head_dim] -> [R, heads, W, head_dim], rotated by cosines and sines [R, W, head_dim]."""
     cosines, sines = (table[:, None] for table in rotary)
     heads = heads.transpose(1, 2)
-    turned: Tensor = heads * cosines + rotate_half(heads) * sines
-    return turned
+    result: Tensor = heads * cosines + rotate_half(heads) * sines
+    return result
 
 
 class DraftMlp(nn.Module):
@@ -185,7 +185,7 @@ class DraftModel(Draft):
 
     @property
     def edges(self) -> Edges | None:
-        """Scores of a token given the one before it; None where slots are drawn apart."""
+        """Scores of a token given the one before it; None if the slots are independent."""
         return self.markov_head or self.candidate_selector
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ class DraftModel(Draft):
             raise ValueError(f"draft mask token {mask}: must be 0 to {config.vocab_size - 1}")
 
     def make_room(self, embeddings: bool, vocabulary: Tensor | None) -> None:
-        """Have embeddings, and an LM head over a vocabulary [K], of its own: never trained, and yet to be loaded."""
+        """Add frozen embeddings, and a frozen LM head over a vocabulary [K], to be loaded from a checkpoint."""
         size, width = self.config.vocab_size, self.config.hidden_size
         if embeddings:
             self.embed_tokens = skip_init(nn.Embedding, size, width).requires_grad_(False)
@@ -210,7 +210,7 @@ class DraftModel(Draft):
             self.vocabulary = vocabulary
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Draft with these options as its `dflash_config`, and this one's weights where both have them."""
+        """A draft with these options as its `dflash_config`, and the weights that both have in common."""
         config = copy.deepcopy(self.config)
         config.dflash_config = dict(options)
         draft = type(self)(config)
@@ -239,8 +239,8 @@ class DraftModel(Draft):
     ) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
-        Output j predicts the token at position j itself; masks holds one [R, 1, W, keys] for each layer. offsets [W]
-        in their blocks, where a row is several.
+        Output j predicts the token at position j itself. masks: one [R, 1, W, keys] per layer. offsets [W]: of the
+        positions in their blocks, if a row has several blocks.
         """
         offsets = torch.arange(block.shape[1], device=block.device) if offsets is None else offsets
         rotary = self.rotary_emb(block, positions)
@@ -260,12 +260,12 @@ class DraftModel(Draft):
 
     def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         embed = self.embed_tokens or embed
-        if self.options.sample_from_anchor:  # a slot less, each of the token after its own position
-            shifted = self._of_slots(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embed)
+        if self.options.sample_from_anchor:  # one slot less: each predicts the token after its position
+            shifted = self._slot_hidden(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embed)
             return shifted.roll(1, dims=1)
-        return self._of_slots(blocks, context, embed)
+        return self._slot_hidden(blocks, context, embed)
 
-    def _of_slots(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
+    def _slot_hidden(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
         block, offset = blocks.layout()
         tokens = torch.where(offset == 0, blocks.tokens[:, block], self.options.mask_token_id)
         positions = blocks.anchors[:, block] + offset
@@ -276,7 +276,7 @@ class DraftModel(Draft):
         return hidden
 
     def layer_masks(self, visible: Tensor, queries: Tensor, keys: Tensor) -> list[Tensor]:
-        """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.
+        """Mask [R, 1, W, keys] of each layer: `visible` [R, 1 or W, keys], restricted by its window and causality.
 
         queries [R, W] and keys [R or 1, keys] are positions.
         """
@@ -304,7 +304,7 @@ def _convolution(config: Qwen3Config, options: DraftOptions) -> BlockConvolution
 
 
 def _edges(config: Qwen3Config, options: DraftOptions) -> tuple[MarkovHead | None, CandidateSelector | None]:
-    """The head that a draft has, under the name that checkpoints give it."""
+    """Markov head and candidate selector; a draft has one of them or neither."""
     size, width, rank = config.vocab_size, config.hidden_size, options.markov_rank
     if options.selector_rank:
         return None, CandidateSelector(size, options.selector_rank, width, options.selector_top_k)

@@ -1,10 +1,10 @@
-"""Checkpoints of block-diffusion drafts: config.json and safetensors, in terms of DFlash's own (arXiv 2602.06036).
+"""Checkpoints of block-diffusion drafts: config.json and safetensors, converted to DFlash's (arXiv 2602.06036).
 
-DSpark's format (arXiv 2607.05147; `dspark_qwen3_*`, and `dflash_qwen3_*` without heads) names its options at the top
-level, and its slots propose the tokens after them; SpecForge writes the same under another name. The format of vLLM's
-speculators nests the network's configuration, counts a target layer by its input, and may have an LM head over some
-tokens only. All may carry the target's weights. DFlash 2 (z-lab/dflash) adds convolutions and a candidate selector.
-A draft with a vocabulary of its own has one more file, which other readers of the format do not look at.
+DSpark's format (arXiv 2607.05147; `dspark_qwen3_*`, and `dflash_qwen3_*` without heads) has its options at the top
+level, and each slot proposes the token after it; SpecForge writes the same format under another name. The format of
+vLLM's speculators nests the network's configuration, numbers target layers by their inputs, and may have an LM head
+over some tokens only. All may carry the target's weights. DFlash 2 (z-lab/dflash) adds convolutions and a candidate
+selector. A draft with a separate vocabulary has one more file, which other readers of the format ignore.
 """
 
 import json
@@ -48,22 +48,22 @@ def load_draft(directory: Path) -> DraftModel:
     size = model.config.vocab_size
     vocabulary = None if model.lm_head is not None else _read_vocabulary(directory / VOCABULARY_FILE, size)
     if vocabulary is not None:
-        weights = {n: _of_all(v, vocabulary, size) if n in CODEBOOKS else v for n, v in weights.items()}
+        weights = {n: _full_codebook(v, vocabulary, size) if n in CODEBOOKS else v for n, v in weights.items()}
         model.vocabulary = vocabulary
     check_weights(model, weights, directory)
     model.load_state_dict(weights)
     return model
 
 
-def _of_all(codebook: Tensor, vocabulary: Tensor, size: int) -> Tensor:
-    """Codebook [size, rank] of one that has the rows of a draft's vocabulary only: other tokens have no edges."""
+def _full_codebook(codebook: Tensor, vocabulary: Tensor, size: int) -> Tensor:
+    """Codebook [size, rank]; if stored for the draft's vocabulary only, other tokens get zero rows, so no edges."""
     if len(codebook) != len(vocabulary):
         return codebook
     return codebook.new_zeros(size, codebook.shape[1]).index_copy_(0, vocabulary, codebook)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Tensors of all safetensors files of a directory by name; raises ValueError where there are none."""
+    """Tensors of all safetensors files of a directory by name; raises ValueError if there are none."""
     weights: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -78,7 +78,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def check_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Raise ValueError unless these are all the weights of a network, in its shapes."""
+    """Raise ValueError unless names and shapes of the weights are those of the network."""
     expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
     wrong = sorted(expected.keys() ^ weights.keys()) or sorted(
         name for name, shape in expected.items() if weights[name].shape != shape
@@ -88,7 +88,7 @@ def check_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Pa
 
 
 def read_config(path: Path) -> Any:
-    """JSON of a config.json; raises ValueError for what is none."""
+    """Parsed config.json; raises ValueError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def read_config(path: Path) -> Any:
 
 
 def _new_draft(path: Path) -> DraftModel:
-    """The network of a config.json, its weights random; raises ValueError for what is none."""
+    """Network of a config.json, with random weights; raises ValueError for an invalid configuration."""
     stored = read_config(path)
     try:
         config = Qwen3Config.from_dict(as_dflash(stored))
@@ -112,17 +112,19 @@ def _new_draft(path: Path) -> DraftModel:
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while a network is made of a config.json into ValueErrors of one line that name it."""
+    """Convert errors of making a network from a config.json into one-line ValueErrors that name its path."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"draft {path}: {first_line(error)}") from None
-    except Exception as error:  # of transformers and torch, for what no network can have
-        raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {first_line(error)})") from None
+    except Exception as error:  # from transformers and torch, for impossible networks
+        raise ValueError(
+            f"draft {path}: cannot build a network from this config ({type(error).__name__}: {first_line(error)})"
+        ) from None
 
 
 def _read_vocabulary(path: Path, size: int) -> Tensor | None:
-    """Token ids of a file; None where there is none. Raises ValueError for ids that the target does not have."""
+    """Token ids of a file; None if it does not exist. Raises ValueError for ids that the target does not have."""
     if not path.exists():
         return None
     try:
@@ -139,7 +141,7 @@ def _read_vocabulary(path: Path, size: int) -> Tensor | None:
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the published format: config.json, and weights of `dtype` in model.safetensors.
 
-    A draft with a vocabulary of its own has it in a file beside them, and codebooks of its tokens only.
+    A separate vocabulary is one more file next to them; codebooks then have the rows of its tokens only.
     """
     architecture, weights = DFLASH2 if model.options.is_dflash2 else ARCHITECTURE, model.state_dict()
     if model.vocabulary is not None:
@@ -152,7 +154,7 @@ def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bf
 def write_checkpoint(
     model: Draft, weights: Mapping[str, Tensor], options: Mapping[str, Any], directory: Path, dtype: torch.dtype
 ) -> None:
-    """Write a network's weights, the floating ones of them as `dtype`, and its configuration with these options."""
+    """Write a network's weights, floating-point ones as `dtype`, and its configuration with these options."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: _stored(value, dtype) for name, value in weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -166,7 +168,7 @@ def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_vocabulary(directory: Path, ids: Tensor) -> None:
-    """Write the tokens that the draft of a directory proposes, the most frequent first."""
+    """Write a draft's vocabulary to its directory: the tokens that it proposes, the most frequent first."""
     write_text(directory / VOCABULARY_FILE, json.dumps(ids.tolist()) + "\n")
 
 
@@ -179,17 +181,17 @@ def new_draft_config(
     target_layer_ids: Sequence[int] | None = None,
     **parts: int | str,
 ) -> Qwen3Config:
-    """Configuration of a fresh draft for a target: `num_layers` layers like its first, with its rotary base.
+    """Configuration of a new draft for a target: `num_layers` layers like the target's first, with its rotary base.
 
-    parts: options of what else it has, such as `selector_rank`; 0 for none.
+    parts: options of optional parts, such as `selector_rank`; 0 omits the part.
     """
     num_target_layers = target_config.num_hidden_layers
     layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
-    of_first = layer_config(target_config, 0)
-    options: dict[str, Any] = {name: getattr(of_first, name) for name in _SHARED_WITH_TARGET} | {
+    first_layer = layer_config(target_config, 0)
+    options: dict[str, Any] = {name: getattr(first_layer, name) for name in _SHARED_WITH_TARGET} | {
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": num_layers,
-        "head_dim": head_dim(of_first),
+        "head_dim": head_dim(first_layer),
         "rope_parameters": {k: v for k, v in full_rope(target_config).items() if k not in _OF_HYBRIDS},
         "attention_bias": False,
         "tie_word_embeddings": False,
@@ -204,7 +206,7 @@ def new_draft_config(
 DSPARK, FLAT_DSPARK = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH_ARCHITECTURES = (
     *(ARCHITECTURE, DFLASH2, DSPARK, FLAT_DSPARK),
-    *("DFlashSpeculator", "DSparkSpeculator", "DFlash2Speculator"),  # of speculators, which has DSparkDraftModel, too
+    *("DFlashSpeculator", "DSparkSpeculator", "DFlash2Speculator"),  # of speculators, as is DSparkDraftModel
 )
 _OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies that speculators trains against
 _MARKOV = "markov_head.markov_w2.weight"
@@ -212,16 +214,16 @@ _logger = logging.getLogger(__name__)
 
 
 def as_dflash(stored: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of any of the formats as DFlash's own; raises ValueError for what it lacks."""
+    """config.json of any format, converted to DFlash's; raises ValueError, naming options that it lacks."""
     named = stored.get("architectures") or [ARCHITECTURE]
     if "transformer_layer_config" in stored:
-        stored = _of_speculators(stored) | {"architectures": [ARCHITECTURE] if _is_known(named) else named}
+        stored = _from_speculators(stored) | {"architectures": [ARCHITECTURE] if _is_known(named) else named}
     elif DSPARK in named or FLAT_DSPARK in named:
         options = {**(stored.get("dflash_config") or {}), "sample_from_anchor": True}
-        if options.get("projector_type") == "dspark":  # SpecForge's word for the same
+        if options.get("projector_type") == "dspark":  # SpecForge's name for DSpark
             del options["projector_type"]
         stored = stored | {"architectures": [ARCHITECTURE], "dflash_config": options}
-    if "sliding_attention" in (stored.get("layer_types") or ()):  # which Qwen3's class would give no window
+    if "sliding_attention" in (stored.get("layer_types") or ()):  # else Qwen3Config drops the window
         stored = {"use_sliding_window": True} | stored
     return stored
 
@@ -230,28 +232,28 @@ def _is_known(named: list[str]) -> bool:
     return any(name in DFLASH_ARCHITECTURES for name in named)
 
 
-def _of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
+def _from_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     network: dict[str, Any] = stored["transformer_layer_config"]
     if missing := [name for name in ("aux_hidden_state_layer_ids", "mask_token_id") if stored.get(name) is None]:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
     options = {name: stored[name] for name in OWN_OPTIONS if name in stored}
     options["target_layer_ids"] = [i - 1 for i in stored["aux_hidden_state_layer_ids"]]
-    if network.get("model_type") == "llama":  # whose class fills in what is missing
+    if network.get("model_type") == "llama":  # LlamaConfig fills in missing options
         network = LlamaConfig.from_dict(network).to_dict()
     causal = {"is_causal": False} if stored.get("sliding_window_non_causal") else {}
     return network | causal | {"model_type": "qwen3", "dflash_config": options}
 
 
 def take_own(model: DraftModel, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights to load out of those stored, with room in the network for embeddings and an LM head of its own.
+    """Weights to load, out of those stored; the network gets the modules for stored embeddings and a stored LM head.
 
-    Such a head may score fewer tokens than the target has; `d2t` says what to add to a token's number for the
-    target's. The confidence head, of which the node model's own features say more, is left out.
+    This head may score fewer tokens than the target's: `d2t` is the offset from each of its indices to the target's
+    token id. The confidence head is left out, because the acceptance model's features are more informative.
     """
     known = {name: value for name, value in stored.items() if name not in (*_OF_TARGET, "d2t", "t2d")}
     weights = {name: value for name, value in known.items() if not name.startswith("confidence_head.")}
     if len(weights) < len(known):
-        _logger.warning("the draft's confidence head is not used: its scores and the policy give the chances")
+        _logger.warning("the draft's confidence head is not used: the acceptance model takes its place")
     head, size, ids = weights.get("lm_head.weight"), model.config.vocab_size, None
     if head is not None:
         ids = torch.arange(len(head)) + stored.get("d2t", 0)

@@ -1,4 +1,4 @@
-"""The prepared form of a DFlash draft: the target's fast layers (models/native_layers.py) with the draft's attention.
+"""Prepared DFlash draft: the target's fast layers (models/native_layers.py) with the draft's attention.
 
 It computes what `DraftModel` computes, from the same weights.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockpilot.device import sent, tensor_on
-from blockpilot.drafts.base import Asked, Choose, PreparedDraft
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.base import Choose, DraftRequest, PreparedDraft
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
-from blockpilot.models.graphs import Box, BoxPlaces
+from blockpilot.models.graphs import Box, BoxTokens
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import ContextProjection, Mask
 from blockpilot.models.native_layers import layers_of
@@ -28,7 +28,7 @@ from blockpilot.types import Candidates
 
 
 class CachedDFlash:
-    """Layers of a draft, whose linear layers are prepared in place, once."""
+    """Layers of a draft; its linear layers are prepared in place, once."""
 
     @torch.no_grad()
     def __init__(self, draft: DraftModel) -> None:
@@ -49,7 +49,7 @@ class CachedDFlash:
         return SlotCache(config, num_slots, length, dtype, device, halves=self._layers.halves)
 
     def extend(self, features: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Cache the target's features [N, F] of final tokens in slots [N] at positions [N].
+        """Cache the target's features [N, F] of accepted tokens in slots [N] at positions [N].
 
         Returns their context vectors [N, hidden].
         """
@@ -58,7 +58,7 @@ class CachedDFlash:
         if cache.graphs is not None:
             in_graph = partial(self._extend, table, cache.bare())
             inputs = (features, 0), (slots, 0), (positions, cache.num_columns - 1)
-            outputs = cache.graphs.of_tokens("extend", in_graph, inputs)
+            outputs = cache.graphs.run_tokens("extend", in_graph, inputs)
             if outputs is not None:
                 return outputs[0]
         return self._extend(table, cache, features, slots, positions)[0]
@@ -75,7 +75,7 @@ class CachedDFlash:
         return (self._layers.project(features, self._fused, table.at(positions), view),)
 
     def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
-        """Hidden states [N, hidden] of packed blocks [N, hidden], on top of the cached context."""
+        """Hidden states [N, hidden] of packed embedded blocks [N, hidden], which attend to the cached context."""
         hidden = embedded.to(self.draft.dtype, copy=True)
         table = self._rotary.table(cache, hidden)
         by_graph = cache.by_graph(partial(self._in_box, table), "propose", hidden, packing)
@@ -87,76 +87,74 @@ class CachedDFlash:
         return self._run(hidden, table.at(packing.positions), cache, masks)
 
     def _in_box(
-        self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
+        self, table: Rotary, hidden: Tensor, box: Box, box_tokens: BoxTokens, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
-        queries, ends = (values.view(box.rows, box.width) for values in (places.positions, places.ends))
+        queries, ends = (values.view(box.rows, box.width) for values in (box_tokens.positions, box_tokens.ends))
         masks = self._masks(packing, queries, ends[:, 0], box.length)
-        return (self._run(hidden, table.at(places.positions), cache, masks),)
+        return (self._run(hidden, table.at(box_tokens.positions), cache, masks),)
 
     def _run(self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]]) -> Tensor:
         """Hidden states of tokens [N, hidden] after all layers."""
         return self._layers(hidden, [rotary] * len(masks), cache, masks, ())[0]
 
     def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:
-        """Every layer's, for queries at positions [R, W] of blocks that end before columns [R]."""
+        """Masks of every layer, for queries at positions [R, W] of blocks that end before columns [R]."""
         columns = torch.arange(length, device=queries.device)
         masks = self.draft.layer_masks(columns < ends[:, None, None], queries, columns[None])
-        of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
-        return [of_kind[id(mask)] for mask in masks]
+        by_mask = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
+        return [by_mask[id(mask)] for mask in masks]
 
 
 class PreparedDFlash(PreparedDraft):
-    """A DFlash draft beside its target: proposes all positions in one pass, from a cache of projected context."""
+    """A DFlash draft prepared for a target: proposes all positions in one pass over a cache of projected context."""
 
     def __init__(self, decoder: CachedDFlash, target: PreTrainedModel) -> None:
-        draft, of_target = decoder.draft, target.get_input_embeddings()
-        if is_copy(draft.embed_tokens, of_target):
+        draft, target_embeddings = decoder.draft, target.get_input_embeddings()
+        if is_copy(draft.embed_tokens, target_embeddings):
             draft.embed_tokens = None
         if is_copy(draft.lm_head, target.get_output_embeddings()):
             draft.lm_head = draft.vocabulary = None
         if draft.lm_head is None:
-            self.head = DraftHead.of_target(target, draft.vocabulary, draft.edges)
+            self.head = DraftHead.from_target(target, draft.vocabulary, draft.edges)
         else:
             head = prepared(draft, "lm_head")
             self.head = DraftHead(head, draft.vocabulary, target.config.vocab_size, draft.edges)
-        self._decoder, self._embed = decoder, draft.embed_tokens or of_target
+        self._decoder, self._embed = decoder, draft.embed_tokens or target_embeddings
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         return self._decoder.new_cache(num_slots, length)
 
-    def keep_up(
+    def update_cache(
         self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         index = tensor_on(features.device, slots)
         return self._decoder.extend(features, index[packing.rows], packing.positions, cache)
 
-    def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
-        ends = list(accumulate(asked.depths))
-        rows = [row for row, depth in enumerate(asked.depths) for _ in range(depth)]
-        inside = (i for depth in asked.depths for i in range(1, depth + 1))
-        positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
-        hidden = self._run(asked, cache)
+    def propose(self, request: DraftRequest, cache: SlotCache, choose: Choose) -> Candidates | ConditionalCandidates:
+        ends = list(accumulate(request.depths))
+        rows = [row for row, depth in enumerate(request.depths) for _ in range(depth)]
+        inside = (i for depth in request.depths for i in range(1, depth + 1))
+        positions = [request.starts[row] + i for row, i in zip(rows, inside, strict=True)]
+        hidden = self._run(request, cache)
         candidates = choose(hidden, rows, positions)
         if self.head.edges is None:
             return candidates
         before = candidates.tokens.roll(1, dims=0)
-        first = [end - depth for end, depth in zip(ends, asked.depths, strict=True)]
-        places_and_anchors = tensor_on(before.device, [first, asked.anchors])
-        before[places_and_anchors[0]] = places_and_anchors[1, :, None]
-        return self.head.edges.link(candidates, hidden, before, [asked.sampling[row] for row in rows], asked.num)
+        first = [end - depth for end, depth in zip(ends, request.depths, strict=True)]
+        first_slots, anchors = tensor_on(before.device, [first, request.anchors])
+        before[first_slots] = anchors[:, None]
+        return self.head.edges.link(candidates, hidden, before, [request.sampling[row] for row in rows], request.num)
 
-    def _run(self, asked: Asked, cache: SlotCache) -> Tensor:
-        """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
+    def _run(self, request: DraftRequest, cache: SlotCache) -> Tensor:
+        """Hidden states [M, hidden] of all requested positions, those after the rows' anchors."""
         device, from_anchor = cache.device, self._decoder.draft.options.sample_from_anchor
         # 1. Blocks: every row's anchor, then mask tokens.
-        blocks, tokens = (
-            Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, device),
-            list[int](),
-        )
-        for anchor, size in zip(asked.anchors, blocks.sizes, strict=True):
+        blocks = Packing([depth + 1 - from_anchor for depth in request.depths], request.starts, device)
+        tokens = list[int]()
+        for anchor, size in zip(request.anchors, blocks.sizes, strict=True):
             tokens += [anchor, *[self._decoder.mask_token_id] * (size - 1)]
         # 2. One pass over the cached context of their slots.
-        rows = read_slots(asked.slots)
+        rows = read_slots(request.slots)
         index = blocks.rows if isinstance(rows, slice) else sent(rows, device)[blocks.rows]
         view = cache.view(index, blocks.columns, rows, blocks.length)
         outputs = self._decoder.propose(self._embed(tensor_on(device, tokens)), blocks, view)

@@ -1,9 +1,9 @@
 """EAGLE-3 draft network (arXiv 2503.01840): proposes token by token, from its own hidden states.
 
-One decoder layer with an LM head of its own, over a draft vocabulary of the target's most frequent tokens. Its input
-for position t is the target's feature of token t (the hidden states of three layers or more, fused by `fc`) beside
-the embedding of token t + 1, and its output predicts token t + 2. After the last position whose feature is known, its
-own hidden state before the final norm takes the place of the feature.
+One decoder layer with a separate LM head, over a draft vocabulary of the target's most frequent tokens. Its input for
+position t is the target's feature of token t (the hidden states of three layers or more, fused by `fc`) together with
+the embedding of token t + 1; its output predicts token t + 2. After the last position with a known feature, the
+draft's hidden state before the final norm replaces the feature.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,20 +16,20 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from blockpilot.drafts.base import Draft, Embed, check_layers
 from blockpilot.drafts.blocks import Blocks, KnownContext
-from blockpilot.drafts.dflash import DraftMlp, Rotary, turned
+from blockpilot.drafts.dflash import DraftMlp, Rotary, rotated
 from blockpilot.models.cache import head_dim, num_kv_heads
 from blockpilot.models.kernels import outputs
 
 
 class UnrolledAttention:
-    """Attention of chains that a text's own tokens lead: a call is the next drafted step of every chain.
+    """Attention of chains of drafted steps along a text; each call is the next step of every chain.
 
-    A chain sees the text's keys as far as they are `visible` to it, and of the drafted steps only its own: one score
-    each, so that no mask over the keys of all steps is needed.
+    A chain attends to the text's keys that are `visible` to it, and of the drafted steps only to its own: one score
+    each, so no mask over the keys of all steps is needed.
 
-    known: keys and values [N, kv_heads, S, head_dim] of texts, and visible [N, A, S] of A chains each. By default the
-    first call gives them, the text's own step in training-time test: each of its S positions starts a chain, which
-    sees the text up to itself.
+    known: keys and values [N, kv_heads, S, head_dim] of texts, and the mask visible [N, A, S] of A chains each. By
+    default the first call sets them (the step over the text in training-time test): each of its S positions starts a
+    chain, which attends to the text up to that position.
     """
 
     def __init__(self, known: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
@@ -57,8 +57,8 @@ class UnrolledAttention:
         return seen.flatten(1, 2)
 
 
-NUM_FEATURES = 3  # target layers that are read by default
-LEAST_VOCABULARY = 8  # tokens: the choices of a tree's position
+NUM_FEATURES = 3  # number of target layers that are read by default
+LEAST_VOCABULARY = 8  # tokens: as many as a position of a tree has choices
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries [R, heads, W, head_dim], rotated keys and values [R, kv_heads, W, head_dim] -> as the queries."""
@@ -68,7 +68,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Eagle3Options:
     """Options of an EAGLE-3 draft.
 
-    target_layer_ids count from 0; None where the checkpoint leaves them to the default.
+    target_layer_ids count from 0; None: the default layers.
     norm_before_residual: the residual of attention is the normed hidden state, not the one before the norm.
     head_norms: queries and keys are normed head by head, as in Qwen3.
     """
@@ -81,11 +81,11 @@ class Eagle3Options:
 
     @property
     def num_features(self) -> int:
-        """Target layers that are read."""
+        """Number of target layers that are read."""
         return len(self.target_layer_ids or ()) or NUM_FEATURES
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
-        """Layers read of a target of so many layers; raises ValueError for one that it does not have."""
+        """Target layers that are read; raises ValueError for a layer that the target does not have."""
         ids = self.target_layer_ids or eagle3_layer_ids(num_target_layers)
         check_layers(ids, num_target_layers)
         return ids
@@ -97,7 +97,7 @@ def eagle3_layer_ids(num_target_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Attention(nn.Module):
-    """Grouped-query attention over embedding and hidden state side by side."""
+    """Grouped-query attention over the concatenation of embedding and hidden state."""
 
     def __init__(self, config: LlamaConfig, head_norms: bool) -> None:
         super().__init__()
@@ -120,13 +120,13 @@ class Eagle3Attention(nn.Module):
         )
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        attended = attend(turned(queries, rotary), turned(keys, rotary), values.transpose(1, 2))
+        attended = attend(rotated(queries, rotary), rotated(keys, rotary), values.transpose(1, 2))
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
 
 
 class Eagle3Layer(nn.Module):
-    """Decoder layer whose attention reads the embedding of the next token beside the hidden state."""
+    """Decoder layer whose attention reads the embedding of the next token in addition to the hidden state."""
 
     def __init__(self, config: LlamaConfig, options: Eagle3Options) -> None:
         super().__init__()
@@ -149,8 +149,8 @@ class Eagle3Layer(nn.Module):
 class Eagle3Model(Draft):
     """EAGLE-3 network; its parameters are named as in the published checkpoints.
 
-    The draft vocabulary is `d2t` [draft vocab] (what to add to the draft's id of a token for the target's) and `t2d`
-    [vocab] (which of the target's tokens it holds).
+    Draft vocabulary: d2t [draft vocab] are the offsets from the draft's id of a token to the target's; t2d [vocab] is
+    the mask of its tokens among the target's.
     """
 
     config: LlamaConfig
@@ -170,8 +170,8 @@ class Eagle3Model(Draft):
         self.lm_head = nn.Linear(width, size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.embed_tokens: nn.Embedding | None = None
-        """Embeddings of a checkpoint that carries them, frozen; None: the target's."""
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))  # at first the first tokens
+        """Embeddings of the checkpoint, frozen; None: the target's."""
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))  # initially the first tokens
         self.register_buffer("t2d", torch.arange(config.vocab_size) < size)
 
     @property
@@ -197,7 +197,7 @@ class Eagle3Model(Draft):
         return [self.midlayer]
 
     def use_vocabulary(self, ids: Tensor) -> None:
-        """Propose these tokens of the target's, in any order; raises ValueError for too few or too many."""
+        """Set the draft vocabulary, in any order; ValueError unless it is `draft_vocab_size` different target ids."""
         size, vocab_size = len(self.d2t), len(self.t2d)
         ids = ids.to(self.d2t.device).unique()
         if len(ids) != size:
@@ -210,7 +210,7 @@ class Eagle3Model(Draft):
         self.t2d.fill_(False).index_fill_(0, ids, True)
 
     def carry_embeddings(self, weight: Tensor) -> None:
-        """Embed with these [vocab, hidden], which are never trained, instead of the target's."""
+        """Use these embeddings [vocab, hidden], frozen, instead of the target's."""
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -221,8 +221,8 @@ class Eagle3Model(Draft):
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [R, W, hidden] for `logits`, and for the next drafted step.
 
-        Inputs at positions [R, W]: fused features, or the draft's own hidden states, and the embeddings of the tokens
-        one further on, both [R, W, hidden].
+        hidden: fused features, or the draft's hidden states, at positions [R, W]; embedded: embeddings of the tokens
+        one position later; both [R, W, hidden].
         """
         output: Tensor = self.midlayer(embedded, hidden, self.rotary_emb(hidden, positions), attend)
         return output
@@ -233,20 +233,20 @@ class Eagle3Model(Draft):
         return scores
 
     def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
-        """Chains along the texts: at the first drafted position it is the context vector before the anchor."""
+        """Chains along the texts; the state of the first drafted position is the context vector before its anchor."""
         assert context.tokens is not None
         assert context.contexts is not None
         num_texts, length, width = context.contexts.shape
-        anchors = blocks.anchors.reshape(num_texts, -1)  # a text's rows side by side
+        anchors = blocks.anchors.reshape(num_texts, -1)  # all rows of a text
         visible = torch.arange(context.num_columns, device=anchors.device) < anchors[:, :, None]
         attend = UnrolledAttention((context.keys[0], context.values[0], visible))
         embed = self.embed_tokens or embed
         hidden = context.contexts.gather(1, (anchors - 1)[:, :, None].expand(-1, -1, width))
-        states = [hidden, hidden]  # nobody reads the anchor's own
+        states = [hidden, hidden]  # the first, of the anchor itself, is not used
         for i in range(max(blocks.widths) - 2):
             tokens = context.tokens.gather(1, (anchors + 1 + i).clamp_max(length - 1))
             hidden = self(embed(tokens), hidden, anchors + i, attend)
             states.append(hidden)
         block, offset = blocks.layout()
-        of_blocks = torch.stack(states, dim=2).view(*blocks.anchors.shape, -1, width)
-        return of_blocks[:, block, offset]
+        block_states = torch.stack(states, dim=2).view(*blocks.anchors.shape, -1, width)
+        return block_states[:, block, offset]

@@ -1,10 +1,10 @@
 """EAGLE-3 checkpoint formats (arXiv 2503.01840): config.json and safetensors.
 
-Read and written: that of the paper's code and of SGLang, a llama configuration with `draft_vocab_size`. Read as well:
-that of vLLM's speculators, whose `transformer_layer_config` is the llama configuration, and DeepSpec's
-(`eagle3_qwen3_*`), a Qwen3 one of five target layers over the whole vocabulary. The number of a target layer means
-its output in `eagle_config` (as SGLang reads it) and `target_layer_ids`, and its input at the top level (as vLLM
-reads it).
+Read and written: the format of the paper's code and of SGLang, a llama configuration with `draft_vocab_size`. Also
+read: the format of vLLM's speculators, whose `transformer_layer_config` is the llama configuration, and DeepSpec's
+(`eagle3_qwen3_*`), a Qwen3 configuration with five target layers and the whole vocabulary. The number of a target
+layer means its output in `eagle_config` (as in SGLang) and `target_layer_ids`, and its input at the top level (as in
+vLLM).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from blockpilot.models.decoder import full_rope
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN3_ARCHITECTURE = "Qwen3Eagle3Model"  # DeepSpec's
 EAGLE3_ARCHITECTURES = (
-    *(EAGLE3_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),  # the last is the paper's, and says little
+    *(EAGLE3_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),  # the last, the paper's, is Llama's, too
     *("Eagle3Speculator", "Eagle3DraftModel"),  # of speculators
     QWEN3_ARCHITECTURE,
 )
@@ -62,7 +62,7 @@ def load_eagle3(directory: Path) -> Eagle3Model:
     shape = (model.config.vocab_size, model.config.hidden_size)
     if _EMBEDDINGS in weights and weights[_EMBEDDINGS].shape == shape:
         model.carry_embeddings(weights[_EMBEDDINGS].float())
-    if len(model.d2t) == len(model.t2d):  # the whole vocabulary, whose maps may be left out
+    if len(model.d2t) == len(model.t2d):  # whole vocabulary: the checkpoint may omit the maps
         weights = {name: getattr(model, name) for name in ("d2t", "t2d")} | weights
     check_weights(model, weights, directory)
     model.load_state_dict(weights)
@@ -86,7 +86,7 @@ def _check_vocabulary(model: Eagle3Model, directory: Path) -> None:
 
 
 def _new_model(path: Path) -> Eagle3Model:
-    """The network of a config.json, its weights random; raises ValueError for what is none."""
+    """Network of a config.json, with random weights; raises ValueError for an invalid configuration."""
     stored = read_config(path)
     with named_errors(path):
         config, options = parse_eagle3(stored)
@@ -94,12 +94,12 @@ def _new_model(path: Path) -> Eagle3Model:
 
 
 def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
-    """Configuration and options of a config.json in either format; raises ValueError, naming what it cannot read."""
+    """Configuration and options of a config.json in any format; raises ValueError, naming the option at fault."""
     network: dict[str, Any] = stored.get("transformer_layer_config", stored)
     eagle: dict[str, Any] = stored.get("eagle_config") or {}
     architectures = stored.get("architectures") or []
     if not set(architectures) & set(EAGLE3_ARCHITECTURES):
-        raise ValueError(f"draft architecture {architectures}: supported is {EAGLE3_ARCHITECTURE}")
+        raise ValueError(f"draft architecture {architectures}: supported: {', '.join(EAGLE3_ARCHITECTURES)}")
     is_qwen3 = QWEN3_ARCHITECTURE in architectures or network.get("model_type") == "qwen3"
     if "draft_vocab_size" not in stored and QWEN3_ARCHITECTURE not in architectures:
         raise ValueError("draft config.json lacks draft_vocab_size")
@@ -123,7 +123,7 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
         "architectures",
     }
     draft_options |= {"model_type", "layer_types", "target_layer_ids"}
-    family = Qwen3Config if network.get("model_type") == "qwen3" else LlamaConfig  # which fills in what is missing
+    family = Qwen3Config if network.get("model_type") == "qwen3" else LlamaConfig  # fills in missing options
     filled = family.from_dict({name: value for name, value in network.items() if name not in draft_options}).to_dict()
     return LlamaConfig.from_dict(
         {name: value for name, value in filled.items() if name not in draft_options}
@@ -131,7 +131,7 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
 
 
 def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming it, for an option with another value than its neutral one."""
+    """Raise ValueError, naming the option, if one has another value than its neutral one."""
     for name, value in neutral.items():
         if options.get(name) not in (None, value):
             raise ValueError(f"draft option {name} = {options[name]}: not supported (only {value})")
@@ -149,7 +149,7 @@ def _block_size(stored: dict[str, Any]) -> int:
 
 
 def _layer_ids(stored: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
-    """Layers whose output is read; None where the configuration leaves them to the default."""
+    """Layers whose output is read; None if the configuration does not name them."""
     outputs, inputs = eagle.get(_LAYER_IDS) or stored.get("target_layer_ids"), stored.get(_LAYER_IDS)
     ids = outputs or ([i - 1 for i in inputs] if inputs else None)
     if ids is None:
@@ -167,7 +167,7 @@ def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.
         "draft_vocab_size": options.draft_vocab_size,
         "block_size": options.block_size,
         "norm_before_residual": options.norm_before_residual,
-        "rope_theta": dict(model.config.rope_parameters or {}).get("rope_theta"),  # for readers older than that
+        "rope_theta": dict(model.config.rope_parameters or {}).get("rope_theta"),  # older readers need it here
     }
     if (ids := options.target_layer_ids) is not None:
         stored |= {"eagle_config": {_LAYER_IDS: list(ids), "use_aux_hidden_state": True}}
@@ -176,12 +176,12 @@ def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.
 
 
 def new_eagle3_config(target_config: Any) -> LlamaConfig:
-    """Configuration of a fresh draft for a target: a layer like its first, with its rotary base."""
-    of_first = layer_config(target_config, 0)
-    options: dict[str, Any] = {name: getattr(of_first, name, None) for name in _SHARED_WITH_TARGET} | {
+    """Configuration of a new draft for a target: one layer like the target's first, with its rotary base."""
+    first_layer = layer_config(target_config, 0)
+    options: dict[str, Any] = {name: getattr(first_layer, name, None) for name in _SHARED_WITH_TARGET} | {
         "num_hidden_layers": 1,
-        "num_key_value_heads": num_kv_heads(of_first),
-        "head_dim": head_dim(of_first),
+        "num_key_value_heads": num_kv_heads(first_layer),
+        "head_dim": head_dim(first_layer),
         "rope_parameters": full_rope(target_config),
         "tie_word_embeddings": False,
     }
@@ -195,9 +195,9 @@ def new_eagle3(
     block_size: int = Eagle3Options.block_size,
     target_layer_ids: Sequence[int] | None = None,
 ) -> Eagle3Model:
-    """A fresh draft for a target, which proposes the tokens of `vocabulary` (the target's ids, in any order).
+    """New draft for a target, which proposes the tokens of `vocabulary` (the target's ids, in any order).
 
-    Raises ValueError for layers that the target does not have, or a number of them other than three.
+    Raises ValueError for layers that the target does not have, and if there are not three of them.
     """
     num_layers = target_config.num_hidden_layers
     ids = tuple(target_layer_ids or eagle3_layer_ids(num_layers))

@@ -1,8 +1,9 @@
-"""The prepared form of an EAGLE-3 draft: its layer over packed rows, its cache, chains and trees token by token.
+"""Prepared EAGLE-3 draft: its layer over packed rows, its cache, and its chains and trees, drafted token by token.
 
-The entry of a final token at position t is made of the target's feature there and the embedding of the token after
-it; its output hidden state scores the token at t + 2. Entries of drafted tokens lie in the columns after those of
-final ones, in the order of the passes: only the pass that follows them sees them, and later ones are written over.
+The cache entry of an accepted token at position t is computed from the target's feature there and the embedding of
+the next token; its output hidden state scores the token at t + 2. The entries of drafted tokens are in the columns
+after those of accepted ones, in the order of the passes. Only later passes of the same proposal attend to them; then
+they are overwritten.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.device import tensor_on
-from blockpilot.drafts.base import Asked, Choose, PreparedDraft
-from blockpilot.drafts.choices import Linked, own_chances
+from blockpilot.drafts.base import Choose, DraftRequest, PreparedDraft
+from blockpilot.drafts.choices import ConditionalCandidates, draft_probs
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
@@ -28,7 +29,7 @@ from blockpilot.models.rotary import RotaryTable
 from blockpilot.native.products import Padding
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates
 
-MOST_CONTEXTS = 8  # of a drafted position: more prefixes than that are not followed
+MOST_CONTEXTS = 8  # per drafted position: no more prefixes are followed
 
 
 class Eagle3Cache(SlotCache):
@@ -64,7 +65,7 @@ class Level(NamedTuple):
 
 
 class PreparedEagle3(PreparedDraft):
-    """An EAGLE-3 draft beside its target: proposes position by position, by a pass for each but the first."""
+    """An EAGLE-3 draft prepared for a target: proposes position by position, in one pass for each but the first."""
 
     @torch.no_grad()
     def __init__(self, draft: Eagle3Model, target: PreTrainedModel) -> None:
@@ -84,7 +85,7 @@ class PreparedEagle3(PreparedDraft):
         config, dtype, device = self._draft.config, self._draft.dtype, self._draft.norm.weight.device
         return Eagle3Cache(config, num_slots, length, dtype, device, self._layers.halves)
 
-    def keep_up(
+    def update_cache(
         self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         assert isinstance(cache, Eagle3Cache)
@@ -98,52 +99,56 @@ class PreparedEagle3(PreparedDraft):
         cache.hidden[index] = hidden[tensor_on(device, [end - 1 for end in ends])]
         return hidden
 
-    def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
+    def propose(self, request: DraftRequest, cache: SlotCache, choose: Choose) -> Candidates | ConditionalCandidates:
         assert isinstance(cache, Eagle3Cache)
-        if asked.width == 1:
-            return self._chains(asked, cache, choose)
-        device, rows = cache.device, list(range(len(asked.slots)))
-        width, levels = min(asked.width, MOST_CONTEXTS), list[Level]()
-        hidden = cache.hidden[tensor_on(device, asked.slots)][:, None]  # [R, P, hidden], P = 1 at first
-        links = list[Tensor]()  # [R, P, k]: places of a level's choices among the contexts of the next
-        above = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)  # logarithms of the contexts' chances
-        seen = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)  # [R, P, drafted entries] of contexts
+        if request.width == 1:
+            return self._chains(request, cache, choose)
+        device, rows = cache.device, list(range(len(request.slots)))
+        width, levels = min(request.width, MOST_CONTEXTS), list[Level]()
+        hidden = cache.hidden[tensor_on(device, request.slots)][:, None]  # [R, P, hidden], P = 1 at first
+        links = list[Tensor]()  # [R, P, k]: next_lists of a level's choices among the contexts of the next
+        above = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)  # log probabilities of the contexts
+        seen = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)  # [R, P, drafted entries]: attended to
         itself = torch.eye(width, dtype=torch.bool, device=device)
-        for depth in range(1, max(asked.depths) + 1):
+        for depth in range(1, max(request.depths) + 1):
             num_contexts = hidden.shape[1]
-            of_contexts = [row for row in rows for _ in range(num_contexts)]
-            candidates = choose(hidden.flatten(0, 1), of_contexts, [asked.starts[row] + depth for row in of_contexts])
-            tokens, parents, above, places = _followed(candidates, above, width)
+            context_rows = [row for row in rows for _ in range(num_contexts)]
+            candidates = choose(
+                hidden.flatten(0, 1), context_rows, [request.starts[row] + depth for row in context_rows]
+            )
+            tokens, parents, above, next_lists = _followed(candidates, above, width)
             levels.append(Level(rows, candidates))
-            links.append(places)
-            kept = [i for i, row in enumerate(rows) if asked.depths[row] > depth]
+            links.append(next_lists)
+            kept = [i for i, row in enumerate(rows) if request.depths[row] > depth]
             if not kept:
                 break
-            of_parents = parents[:, :, None]
-            hidden, seen = (values.gather(1, of_parents.expand(-1, -1, values.shape[2])) for values in (hidden, seen))
+            parent_index = parents[:, :, None]
+            hidden, seen = (
+                values.gather(1, parent_index.expand(-1, -1, values.shape[2])) for values in (hidden, seen)
+            )
             seen = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=2)
             if len(kept) < len(rows):
                 rows, index = [rows[i] for i in kept], tensor_on(device, kept)
                 tokens, hidden, above, seen = (values[index] for values in (tokens, hidden, above, seen))
-            slots, starts = ([of_rows[row] for row in rows] for of_rows in (asked.slots, asked.starts))
+            slots, starts = ([values[row] for row in rows] for values in (request.slots, request.starts))
             hidden = self._follow(tokens, hidden, seen, depth - 1, slots, starts, cache)
         return _linked(levels, links, width)
 
-    def _chains(self, asked: Asked, cache: Eagle3Cache, choose: Choose) -> Candidates:
-        """`propose`, where only the first choice of a position is followed."""
-        device, rows, levels = cache.device, list(range(len(asked.slots))), list[Level]()
-        hidden = cache.hidden[tensor_on(device, asked.slots)]  # [R, hidden]
-        for depth in range(1, max(asked.depths) + 1):
-            candidates = choose(hidden, rows, [asked.starts[row] + depth for row in rows])
+    def _chains(self, request: DraftRequest, cache: Eagle3Cache, choose: Choose) -> Candidates:
+        """`propose` for chains: only the first choice of a position is followed."""
+        device, rows, levels = cache.device, list(range(len(request.slots))), list[Level]()
+        hidden = cache.hidden[tensor_on(device, request.slots)]  # [R, hidden]
+        for depth in range(1, max(request.depths) + 1):
+            candidates = choose(hidden, rows, [request.starts[row] + depth for row in rows])
             levels.append(Level(rows, candidates))
-            kept = [i for i, row in enumerate(rows) if asked.depths[row] > depth]
+            kept = [i for i, row in enumerate(rows) if request.depths[row] > depth]
             if not kept:
                 break
             tokens = candidates.tokens[:, 0]
             if len(kept) < len(rows):
                 rows, index = [rows[i] for i in kept], tensor_on(device, kept)
                 tokens, hidden = tokens[index], hidden[index]
-            slots, starts = ([of_rows[row] for row in rows] for of_rows in (asked.slots, asked.starts))
+            slots, starts = ([values[row] for row in rows] for values in (request.slots, request.starts))
             packing = Packing([1] * len(rows), [start + depth - 1 for start in starts], device)
             view = cache.view(tensor_on(device, slots), packing.columns, read_slots(slots), packing.length)
             mask = Mask(packing, packing.visible, self._groups, self._draft.dtype)
@@ -162,7 +167,8 @@ class PreparedEagle3(PreparedDraft):
     ) -> Tensor:
         """Hidden states [R, P, hidden] after drafted tokens [R, P], from those before them.
 
-        seen [R, P, entries] are the drafted entries that each sees, its own the last ones; anchors lie at `starts`.
+        seen [R, P, entries]: mask of the drafted entries that each attends to; the last P are those of `tokens`.
+        starts: positions of the anchors.
         """
         num_rows, width = tokens.shape
         packing = Packing([width] * num_rows, [start + depth * width for start in starts], tokens.device)
@@ -182,7 +188,7 @@ class PreparedEagle3(PreparedDraft):
     def _entries(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, view: SlotView, masks: Sequence[Mask]
     ) -> Tensor:
-        """Hidden states [N, hidden] of entries, whose keys and values are stored; worked on in place of `hidden`."""
+        """Hidden states [N, hidden] of entries, whose keys and values are cached; may overwrite `hidden`."""
         embedded = self._embed(tokens).to(self._draft.dtype)
         both = torch.stack([embedded, hidden], dim=1)
         both = functional.rms_norm(both, hidden.shape[-1:], eps=self._eps).mul_(self._before)
@@ -194,26 +200,26 @@ class PreparedEagle3(PreparedDraft):
 
 
 def _followed(candidates: Candidates, above: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The `width` most probable of the choices [R * P, k] after contexts of log chances `above` [R, P].
+    """The `width` most probable of the choices [R * P, k] after contexts with log probabilities `above` [R, P].
 
-    The first choice after the first context is always the first of them: a chain of first choices is followed
-    whatever its chance. Returns their tokens, their contexts and log chances, all [R, width], and the place [R, P, k]
-    of every choice among them, -1 for none.
+    The first choice after the first context always ranks first: the chain of first choices is followed regardless of
+    its probability. Returns tokens, contexts and log probabilities of the selected choices, all [R, width], and the
+    index [R, P, k] of every choice among them, -1 if it is not selected.
     """
     num_rows, num_contexts = above.shape
-    chances = above[:, :, None] + own_chances(candidates)[0].view(num_rows, num_contexts, -1).log()
+    chances = above[:, :, None] + draft_probs(candidates)[0].view(num_rows, num_contexts, -1).log()
     num = chances.shape[2]
     ordered = chances.flatten(1).clone()
     ordered[:, 0] = torch.inf
     chosen = ordered.topk(width, dim=1).indices
-    places = torch.full_like(chosen[:, :1], -1).repeat(1, num_contexts * num)
-    places.scatter_(1, chosen, torch.arange(width, device=chosen.device).expand(num_rows, -1))
+    next_lists = torch.full_like(chosen[:, :1], -1).repeat(1, num_contexts * num)
+    next_lists.scatter_(1, chosen, torch.arange(width, device=chosen.device).expand(num_rows, -1))
     tokens = candidates.tokens.view(num_rows, -1).gather(1, chosen)
-    return tokens, chosen // num, chances.flatten(1).gather(1, chosen), places.view(num_rows, num_contexts, num)
+    return tokens, chosen // num, chances.flatten(1).gather(1, chosen), next_lists.view(num_rows, num_contexts, num)
 
 
 def _by_row(levels: Sequence[Level], device: torch.device) -> Tensor:
-    """Order [N] of all positions row by row: level by level they were found."""
+    """Indices [N] that sort the positions of consecutive levels row by row."""
     index = [(row, depth) for depth, level in enumerate(levels) for row in level.rows]
     return tensor_on(device, sorted(range(len(index)), key=index.__getitem__))
 
@@ -223,8 +229,8 @@ def _in_order(levels: Sequence[Level], order: Tensor) -> Candidates:
     return Candidates(*(torch.cat(values)[order] for values in parts))
 
 
-def _linked(levels: Sequence[Level], links: Sequence[Tensor], width: int) -> Linked:
-    """Choices of all positions after each of `width` contexts; the one context of the first level stands for all."""
+def _linked(levels: Sequence[Level], links: Sequence[Tensor], width: int) -> ConditionalCandidates:
+    """Choices of all positions after each of `width` contexts; the only context of the first level is repeated."""
 
     def spread(values: Tensor, num_rows: int) -> Tensor:
         """[R * P, ...] -> [R, width, ...]"""
@@ -235,5 +241,5 @@ def _linked(levels: Sequence[Level], links: Sequence[Tensor], width: int) -> Lin
     order = _by_row(levels, links[0].device)
     candidates = _in_order([Level(level.rows, choices) for level, choices in zip(levels, apart, strict=True)], order)
     first, *rest = links
-    places = torch.cat([first.expand(-1, width, -1), *rest])[order]
-    return Linked(Candidates(*(values.flatten(0, 1) for values in candidates)), places)
+    next_lists = torch.cat([first.expand(-1, width, -1), *rest])[order]
+    return ConditionalCandidates(Candidates(*(values.flatten(0, 1) for values in candidates)), next_lists)

@@ -1,14 +1,14 @@
-"""Edges of a draft: how much likelier a token makes each of the tokens after it.
+"""Edges of a draft: bigram scores of a token given the token before it, in one slot of a block.
 
-The slots of a block-diffusion draft are drawn apart: none knows what the one before it has become. Edges say that at
-the cost of a few dots and no further pass. All are products of low rank: a vector of a token's place in the block and
-of the token before it, times one of the token itself. Which vectors is what differs.
+The slots of a block-diffusion draft are independent: none sees the token chosen in the slot before. Edges condition
+each slot on that token by a few inner products, without another pass. The score is a low-rank product: a vector of
+the slot and the token before, times a vector of the token. The heads differ in the first vector.
 
 | head | vector of slot and token before | over | source |
 |---|---|---|---|
 | `MarkovHead` | W1[before] | all tokens | DSpark, arXiv 2607.05147 |
 | `GatedMarkovHead` | sigmoid(G [hidden; W1[before]] + b) * W1[before] | all tokens | DSpark |
-| `CandidateSelector` | A[before] * (W hidden) | the slot's best | DFlash 2, z-lab/dflash |
+| `CandidateSelector` | A[before] * (W hidden) | the slot's best tokens | DFlash 2, z-lab/dflash |
 """
 
 from abc import ABC, abstractmethod
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.device import tensor_on
-from blockpilot.drafts.choices import Linked
-from blockpilot.native.linking import EdgeTables, Followed, link_choices
+from blockpilot.drafts.choices import ConditionalCandidates
+from blockpilot.native.linking import EdgeTables, LinkedChoices, link_choices
 from blockpilot.native.ranking import LARGEST
 from blockpilot.types import Candidates, Sampling
 
@@ -29,10 +29,10 @@ MARKOV_WIDTH = 32
 
 
 class Edges(nn.Module, ABC):
-    """Scores to add to a slot's own. Parameters are named as in the published checkpoints; a fresh one adds nothing.
+    """Scores to add to those of a slot. Parameters are named as in published checkpoints; initially all scores are 0.
 
-    width: choices of a slot by itself, among which its choices after another token are looked for.
-    is_whole: all tokens have scores; otherwise a draft's distribution is over the choices alone.
+    width: number of a slot's best tokens that edges rescore.
+    is_whole: the distribution is over all tokens; otherwise over the rescored tokens only.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Edges(nn.Module, ABC):
     @property
     @abstractmethod
     def codebooks(self) -> tuple[tuple[nn.Module, str], tuple[nn.Module, str]]:
-        """Module and name of the vectors [vocab, rank] of tokens before a slot, and of those in it."""
+        """Module and attribute of the vectors [vocab, rank] of the token before, and of the token itself."""
 
     @property
     def successors(self) -> Tensor:
@@ -57,7 +57,7 @@ class Edges(nn.Module, ABC):
     def predecessors(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Vectors [..., rank] of slots with hidden states [..., hidden] and of the tokens before them [...].
 
-        The shapes before the last one are broadcast.
+        Leading dimensions are broadcast.
         """
 
     def forward(self, hidden: Tensor, before: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -73,42 +73,44 @@ class Edges(nn.Module, ABC):
 
     @cached_property
     def tables(self) -> EdgeTables | None:
-        """All of it as C reads it, once nothing is trained any more; None for what C has not."""
+        """Cached weights for C, to be read only after training; None for a head that is not implemented in C."""
         return None
 
     @torch.no_grad()
     def link(
         self, candidates: Candidates, hidden: Tensor, before: Tensor, sampling: Sequence[Sampling], num: int
-    ) -> Linked:
-        """The `num` best of a slot's own choices [N, W] after each of the tokens before it [N, P].
+    ) -> ConditionalCandidates:
+        """The `num` best of a slot's candidates [N, W] after each of the tokens before it [N, P].
 
-        hidden [N, hidden]. A slot's scores are lifted by the edges, at the temperature of its sampling [N].
+        hidden [N, hidden]. Edge scores are divided by the temperature of the slot's sampling [N].
         """
-        scale = [1.0 if of_row.is_greedy else min(of_row.temperature, LARGEST) for of_row in sampling]
+        scale = [
+            1.0 if row_sampling.is_greedy else min(row_sampling.temperature, LARGEST) for row_sampling in sampling
+        ]
         temperatures, drawn = tensor_on(before.device, scale), candidates.drawn.repeat_interleave(before.shape[1])
         if before.device.type == "cpu" and self.tables is not None:
-            given = self.tables, candidates, hidden, before, temperatures, num
-            if (followed := link_choices(*given, is_whole=self.is_whole)) is not None:
-                return _linked(followed, drawn)
+            inputs = self.tables, candidates, hidden, before, temperatures, num
+            if (linked := link_choices(*inputs, is_whole=self.is_whole)) is not None:
+                return _linked(linked, drawn)
         lifted = self.between(hidden, before, candidates.tokens).float() / temperatures[:, None, None]
         log_probs, scores = (values[:, None] + lifted for values in (candidates.log_probs, candidates.scores))
         total = log_probs.logsumexp(dim=2)
-        if self.is_whole:  # what is no choice keeps its own probability
-            of_rest = torch.log1p(-candidates.log_probs.exp().sum(dim=1).clamp(max=1 - 1e-6))
-            total = torch.logaddexp(total, of_rest[:, None])
-        scores, places = (scores - total[:, :, None]).topk(min(num, scores.shape[2]), dim=2)
-        tokens = candidates.tokens[:, None].expand_as(log_probs).gather(2, places)
-        log_probs = (log_probs - total[:, :, None]).gather(2, places)
-        return _linked(Followed(tokens, log_probs, scores, places), drawn)
+        if self.is_whole:  # other tokens keep their probability mass
+            log_rest = torch.log1p(-candidates.log_probs.exp().sum(dim=1).clamp(max=1 - 1e-6))
+            total = torch.logaddexp(total, log_rest[:, None])
+        scores, indices = (scores - total[:, :, None]).topk(min(num, scores.shape[2]), dim=2)
+        tokens = candidates.tokens[:, None].expand_as(log_probs).gather(2, indices)
+        log_probs = (log_probs - total[:, :, None]).gather(2, indices)
+        return _linked(LinkedChoices(tokens, log_probs, scores, indices), drawn)
 
 
 def _plain(weight: Tensor) -> Tensor:
     return weight.detach().float().contiguous()
 
 
-def _linked(followed: Followed, drawn: Tensor) -> Linked:
-    tokens, log_probs, scores = (values.flatten(0, 1) for values in followed[:3])
-    return Linked(Candidates(tokens, scores, log_probs, drawn), followed.places)
+def _linked(linked: LinkedChoices, drawn: Tensor) -> ConditionalCandidates:
+    tokens, log_probs, scores = (values.flatten(0, 1) for values in linked[:3])
+    return ConditionalCandidates(Candidates(tokens, scores, log_probs, drawn), linked.indices)
 
 
 class MarkovHead(Edges):
@@ -137,7 +139,7 @@ class MarkovHead(Edges):
 
 
 class GatedMarkovHead(MarkovHead):
-    """A bigram model whose vectors the slot's hidden state gates."""
+    """A bigram model whose vectors are gated by the slot's hidden state."""
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__(vocab_size, rank)
@@ -149,13 +151,13 @@ class GatedMarkovHead(MarkovHead):
 
     def predecessors(self, hidden: Tensor, before: Tensor) -> Tensor:
         vectors = super().predecessors(hidden, before)
-        of_slots = hidden.to(vectors.dtype).expand(*vectors.shape[:-1], -1)
-        gates: Tensor = self.gate_proj(torch.cat([of_slots, vectors], dim=-1))
+        slot_hidden = hidden.to(vectors.dtype).expand(*vectors.shape[:-1], -1)
+        gates: Tensor = self.gate_proj(torch.cat([slot_hidden, vectors], dim=-1))
         return gates.sigmoid() * vectors
 
 
 class CandidateSelector(Edges):
-    """A bigram model through the slot's hidden state, which chooses among the slot's `top_k` best tokens."""
+    """A bigram model weighted by the slot's hidden state, over the `top_k` best tokens of the slot."""
 
     is_whole = False
 

@@ -1,4 +1,4 @@
-"""Families of drafts, by the architecture that a checkpoint names: the one place that knows them all."""
+"""Draft families, by the architecture that a checkpoint names; the only module that lists all of them."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def load_any_draft(directory: Path) -> Draft:
 
 
 def family(draft: Draft) -> str:
-    """Short name of a draft's kind; "none" where there is none."""
+    """Short name of a draft's family; "none" without a draft."""
     if isinstance(draft, NoDraft):
         return "none"
     if isinstance(draft, DraftModel):
@@ -40,7 +40,7 @@ def family(draft: Draft) -> str:
 
 
 def prepared_draft(draft: Draft, target: PreTrainedModel) -> PreparedDraft:
-    """The draft as it runs beside its target; the linear layers of both are prepared in place, once."""
+    """The draft prepared for a target; the linear layers of both are prepared in place, once."""
     if isinstance(draft, NoDraft):
         return PreparedNoDraft(target.device)
     if isinstance(draft, DraftModel):

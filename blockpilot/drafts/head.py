@@ -1,9 +1,8 @@
-"""The LM head of a draft: its own, the target's, or those of its rows whose tokens the draft may propose.
+"""LM head of a draft: the checkpoint's, the target's, or the target's rows of a smaller vocabulary.
 
-With a large vocabulary the head is most of what a draft's pass reads, and nearly all of its rows are never wanted. A
-draft may therefore come with a vocabulary of its own, the target's most frequent tokens (as in EAGLE-3, arXiv
-2503.01840, and FR-Spec, arXiv 2502.14856). The target scores all tokens as ever, so the text does not change: a token
-outside the vocabulary is never drafted, only never accepted.
+With a large vocabulary the head is most of what a draft's pass reads, and most tokens are rare. A draft may therefore
+have a smaller vocabulary, the target's most frequent tokens (as in EAGLE-3, arXiv 2503.01840, and FR-Spec, arXiv
+2502.14856). The target still scores all tokens, so the text does not change: other tokens are just never drafted.
 """
 
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from blockpilot.native.ranking import Subset
 
 
 class DraftHead:
-    """hidden [M, hidden] -> logits [M, K] of the tokens that the draft may propose: its `subset`, or None for all.
+    """hidden [M, hidden] -> logits [M, K] of the draft's vocabulary: its `subset`, or None for all tokens.
 
-    `head` gives the logits of `tokens` [K], ids of the draft's vocabulary, ascending; None where it is the target's.
+    tokens [K]: ascending ids of the draft's vocabulary; None for the target's.
     """
 
     def __init__(
@@ -36,8 +35,8 @@ class DraftHead:
         self.edges, self._head = edges, head
 
     @classmethod
-    def of_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, edges: Edges | None = None) -> Self:
-        """The target's, or its rows of a vocabulary."""
+    def from_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, edges: Edges | None = None) -> Self:
+        """The target's head, or its rows of a vocabulary."""
         tokens, head = None if vocabulary is None else vocabulary.sort().values, target.get_output_embeddings()
         proposing = head if tokens is None else _some_rows(head, tokens)
         return cls(proposing, tokens, target.config.vocab_size, edges)
@@ -47,7 +46,7 @@ class DraftHead:
 
 
 def is_copy(module: nn.Module | None, target_module: nn.Module) -> bool:
-    """True for embeddings or an LM head of a draft that are the target's over again."""
+    """True if embeddings or LM head of a draft equal the target's."""
     return module is not None and torch.equal(cast(Tensor, module.weight), cast(Tensor, target_module.weight))
 
 

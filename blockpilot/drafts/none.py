@@ -1,6 +1,6 @@
-"""The draft of a target that has none: it proposes nothing, keeps nothing and takes no memory.
+"""Placeholder for a target without a draft: it proposes nothing, caches nothing and takes no memory.
 
-What such a target verifies is looked up in each row's own text (engine/lookup.py), or forced by a constraint.
+Such a target verifies tokens of prompt lookup in each row's text (engine/lookup.py), or forced by a constraint.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.base import Asked, Choose, Draft, Embed, PreparedDraft
+from blockpilot.drafts.base import Choose, Draft, DraftRequest, Embed, PreparedDraft
 from blockpilot.drafts.blocks import Blocks, KnownContext
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates
@@ -48,7 +48,7 @@ class _NoLayers:
 
 
 class PreparedNoDraft(PreparedDraft):
-    """`NoDraft` as the engine holds it: with a cache of 0 bytes, and never run."""
+    """`NoDraft` prepared for the engine: its cache has 0 bytes, and it is never run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,10 +56,10 @@ class PreparedNoDraft(PreparedDraft):
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         return SlotCache(_NoLayers(), num_slots, length, NoDraft.dtype, self._device)
 
-    def keep_up(
+    def update_cache(
         self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         raise AssertionError("a pair without a draft keeps no features")
 
-    def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
+    def propose(self, request: DraftRequest, cache: SlotCache, choose: Choose) -> Candidates | ConditionalCandidates:
         raise AssertionError("a pair without a draft has no draft pass")

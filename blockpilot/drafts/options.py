@@ -26,14 +26,14 @@ OWN_OPTIONS = (
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of a DFlash draft; target_layer_ids count from 0; a rank or kernel size of 0: there is no such part."""
+    """Options of a DFlash draft; target_layer_ids count from 0; a rank or kernel size of 0 omits that part."""
 
     block_size: int
-    """Tokens of a step: the anchor and the positions drafted."""
+    """Tokens of a step: the anchor and the drafted positions."""
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    """None where the checkpoint does not say."""
+    """None if the checkpoint does not say."""
     markov_rank: int = 0
     is_gated: bool = False
     """The Markov head is gated by the slot's hidden state."""
@@ -45,13 +45,13 @@ class DraftOptions:
     conv_group_size: int = 0
     """Channels that share its kernels."""
     sample_from_anchor: bool = False
-    """A slot of the draft's pass proposes the token after its own position: as many as there are slots (DSpark)."""
+    """A slot proposes the token after its position, so a pass drafts as many tokens as it has slots (DSpark)."""
     causal: bool | None = None
-    """Causal mask inside the block; None: in sliding-window layers alone."""
+    """Causal mask inside the block; None: only in sliding-window layers."""
 
     @property
     def is_dflash2(self) -> bool:
-        """It has a part that DFlash does not have."""
+        """True if it has a part that DFlash does not have."""
         return bool(self.selector_rank or self.conv_kernel_size)
 
 
@@ -91,7 +91,7 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
     from_anchor, num_target_layers = bool(option("sample_from_anchor")), option("num_target_layers")
     return DraftOptions(
-        block_size=int(option("block_size")) + from_anchor,  # stored are the slots of a pass
+        block_size=int(option("block_size")) + from_anchor,  # the checkpoint stores the slots of a pass
         mask_token_id=int(option("mask_token_id")),
         target_layer_ids=tuple(option("target_layer_ids")),
         num_target_layers=None if num_target_layers is None else int(num_target_layers),
@@ -109,7 +109,7 @@ def _natural(name: str, value: Any) -> int:
 
 
 def _check_parts(parts: dict[str, int], width: int) -> None:
-    """Raise ValueError for parts of DFlash 2 that are there by half, or do not fit."""
+    """Raise ValueError for incomplete parts of DFlash 2, and parts that do not fit the network or each other."""
     for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
         if bool(parts[one]) != bool(parts[other]):
             raise ValueError(f"draft options {one} = {parts[one]}, {other} = {parts[other]}: both or none are needed")
@@ -121,7 +121,7 @@ def _check_parts(parts: dict[str, int], width: int) -> None:
 
 
 def _causal(written: dict[str, Any]) -> bool | None:
-    """The option that has three names; raises ValueError for names that contradict each other."""
+    """Value of the option with three names; raises ValueError unless all given values are the same bool."""
     given = {name: value for name, value in written.items() if value is not None}
     if len({*given.values()}) > 1 or not all(type(value) is bool for value in given.values()):
         raise ValueError(f"draft options {given}: must be one of true and false")

@@ -74,7 +74,7 @@ def allowed(automaton: Automaton, slots: Slots) -> Follow:
         left = 1.0 - sum(chance for chance, fits in zip(chances, are_allowed, strict=False) if not fits)
         for rank, (token, chance, fits) in enumerate(zip(tokens, chances, are_allowed, strict=False)):
             if fits and chance > 0:
-                below, share = slots.places[depth][after][rank], min(1.0, chance / max(left, chance))
+                below, share = slots.next_lists[depth][after][rank], min(1.0, chance / max(left, chance))
                 yield Choice(token, share, below, num_later + (rank > 0), source=sources[rank])
 
     return follow
@@ -92,6 +92,6 @@ def _forced(
     """The forced choice at a depth, whether or not it is one of the draft's `tokens` there."""
     if token in tokens:
         rank = tokens.index(token)
-        return Choice(token, 1.0, slots.places[depth][after][rank], num_later + (rank > 0), source=sources[rank])
+        return Choice(token, 1.0, slots.next_lists[depth][after][rank], num_later + (rank > 0), source=sources[rank])
     below = slots.unknown if depth < len(slots.tokens) else -1
     return Choice(token, 1.0, below, num_later + (len(tokens) > 0), source=0)

@@ -18,14 +18,14 @@ from blockpilot.control.acceptance import Array, Paths
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
-from blockpilot.drafts.base import Asked, Draft, PreparedDraft
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.base import Draft, DraftRequest, PreparedDraft
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.drafts.head import DraftHead
 from blockpilot.engine.batch import Batch
-from blockpilot.engine.growing import Grown, Offered, grow_all, offer, offer_paths, verified
+from blockpilot.engine.growing import GrownTrees, StepCandidates, grow_all, merge_paths, score_candidates, verified
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row, num_fixed
-from blockpilot.engine.sampling import candidates
+from blockpilot.engine.sampling import best_choices
 from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
@@ -43,7 +43,7 @@ class Drafter:
 
     def propose(
         self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int
-    ) -> Candidates | Linked:
+    ) -> Candidates | ConditionalCandidates:
         """The `num` best choices for each of the depths[r] (1 or more) positions after the anchor of every row [R].
 
         The rows are in `slots` [R]. Draft and target draw a position's token with the same key: if their
@@ -60,8 +60,8 @@ class Drafter:
                 return draft_candidates(head, hidden, positions, state_sampling, num, self.cache.graphs)
             return _processed_candidates(head, hidden, positions, [rows[r] for r in row_ids], num)
 
-        asked = Asked(slots, starts, anchors, depths, sampling, num, width)
-        return self._draft.propose(asked, self.cache, choose)
+        request = DraftRequest(slots, starts, anchors, depths, sampling, num, width)
+        return self._draft.propose(request, self.cache, choose)
 
     def note(self, batch: Batch, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor) -> None:
         """Store the target's features of final tokens, out of those of the batch [N, F], in the rows that may draft.
@@ -80,7 +80,7 @@ class Drafter:
             row.following += [following[index] for index in indices]
             end += len(indices)
 
-    def keep_up(self, rows: Sequence[Row], slots: Sequence[int]) -> Tensor | None:
+    def update_cache(self, rows: Sequence[Row], slots: Sequence[int]) -> Tensor | None:
         """Add the pending tokens of rows [R] in these slots to the draft's cache.
 
         Returns the context vectors [N, hidden] of the pending tokens of all rows, in the order of the rows; None if
@@ -101,7 +101,7 @@ class Drafter:
             return None
         # 2. One pass of the draft's context projection.
         packing = Packing(sizes, starts, features[0].device)
-        vectors = self._draft.keep_up(torch.cat(features), following, pending_slots, packing, self.cache)
+        vectors = self._draft.update_cache(torch.cat(features), following, pending_slots, packing, self.cache)
         for row, size in zip(pending, sizes, strict=True):
             row.num_drafted_from += size
             row.features, row.following = [], []
@@ -112,8 +112,8 @@ class Drafts(NamedTuple):
     """The draft stage's result for R rows: trees to verify, and the data that the controller learns from."""
 
     trees: Sequence[Tree]
-    grown: Grown
-    offered: Offered | None
+    grown: GrownTrees
+    candidates: StepCandidates | None
     load: Load
     """The step's load, without the tokens that it verifies."""
 
@@ -129,8 +129,8 @@ class Drafts(NamedTuple):
         """Outcome of the step, given the accepted paths [R] of the trees."""
         load = self.load._replace(num_verified=sum([len(tree.tokens) for tree in self.trees]))
         # Computed later, for many steps at once: beside the weights that a step reads, every line of Python is slow.
-        of_nodes = partial(verified, rows, self.grown, accepted, steps, self.offered)
-        return StepOutcome(load, num_prompt_tokens, of_nodes if self.grown.slots else None, has_captured)
+        node_outcomes = partial(verified, rows, self.grown, accepted, steps, self.candidates)
+        return StepOutcome(load, num_prompt_tokens, node_outcomes if self.grown.slots else None, has_captured)
 
 
 class Proposer:
@@ -147,17 +147,17 @@ class Proposer:
         """
         drawn = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
         # 1. Paths from prompt lookup, and the kinds of rows, which share a plan.
-        paths = self._lookup.paths(rows, drawn, self._most, controller.follow)
+        paths = self._lookup.paths(rows, drawn, self._most, controller.cut_paths)
         kinds = controller.kinds(drawn, paths)
         # 2. The depth of each row, and one pass of the draft over the rows that draft.
         depths = self._depths(rows, kinds, controller)
-        offered = self._offer(rows, depths, paths, controller)
+        candidates = self._candidates(rows, depths, paths, controller)
         # 3. Trees, of as many nodes as the controller selects.
         load = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths))
         beside_prompts = load._replace(num_prompt_tokens=num_prompt_tokens)
-        grown = grow_all(rows, offered, kinds, partial(controller.select, drafted=beside_prompts), self._most)
+        grown = grow_all(rows, candidates, kinds, partial(controller.select, drafted=beside_prompts), self._most)
         tree_of = dict(zip(grown.slots, grown.trees, strict=True))
-        return Drafts([tree_of.get(slot, NO_TREE) for slot in range(len(rows))], grown, offered, load)
+        return Drafts([tree_of.get(slot, NO_TREE) for slot in range(len(rows))], grown, candidates, load)
 
     def _depths(self, rows: Sequence[Row], kinds: Array, controller: Controller) -> list[int]:
         """Positions that the draft proposes tokens for, for every row [R] of these kinds [R]."""
@@ -173,23 +173,25 @@ class Proposer:
             depths[r] = depth
         return depths
 
-    def _offer(
+    def _candidates(
         self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None, controller: Controller
-    ) -> Offered | None:
+    ) -> StepCandidates | None:
         """Candidates for rows [R], after one pass of the draft over the rows that draft; None if there are none."""
         # 1. The draft, after the pending tokens of the rows that draft entered its cache.
         slots = [slot for slot, depth in enumerate(depths) if depth]
-        offered: Offered | None = None
+        candidates: StepCandidates | None = None
         if slots:
             drafting, positive_depths = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
             many = any(row.is_tree or row.looks_up or row.adapts or row.automaton is not None for row in drafting)
-            self._drafter.keep_up(drafting, slots)
+            self._drafter.update_cache(drafting, slots)
             choices = self._drafter.propose(drafting, slots, positive_depths, NUM_CANDIDATES if many else 1)
-            offered = offer(choices, slots, [row.adapts for row in drafting], positive_depths, controller)
+            candidates = score_candidates(
+                choices, slots, [row.adapts for row in drafting], positive_depths, controller
+            )
         # 2. Paths from prompt lookup beside its choices, also for rows that do not draft.
         if paths is not None and paths.sizes.any():
-            offered = offer_paths(offered, paths, controller.model.paths.weights)
-        return offered
+            candidates = merge_paths(candidates, paths, controller.model.paths.weights)
+        return candidates
 
 
 def draft_candidates(
@@ -201,7 +203,7 @@ def draft_candidates(
     graphs: Graphs | None = None,
 ) -> Candidates:
     """The draft's `num` best choices at hidden states [N, hidden], or as many as its edges choose among."""
-    return candidates(head(hidden), positions, sampling, _num_choices(head, num), head.subset, graphs)
+    return best_choices(head(hidden), positions, sampling, _num_choices(head, num), head.subset, graphs)
 
 
 def _num_choices(head: DraftHead, num: int) -> int:
@@ -222,4 +224,4 @@ def _processed_candidates(
     for row, indices in by_row.items():
         if row.processor is not None:
             logits[indices] = row.processor(logits[indices], row.tokens, [positions[i] for i in indices])
-    return candidates(logits, positions, [row.request.sampling for row in rows], _num_choices(head, num))
+    return best_choices(logits, positions, [row.request.sampling for row in rows], _num_choices(head, num))

@@ -272,13 +272,13 @@ class Engine:
             end += len(row.following)
             if row in batch.ends and row.following:
                 end_of[row] = end
-        vectors = self._drafter.keep_up(list(due.values()), list(due))
+        vectors = self._drafter.update_cache(list(due.values()), list(due))
         return {} if vectors is None else {row: vectors[end - 1] for row, end in end_of.items()}
 
     def _keep_prefixes(self, steps: Sequence[Step]) -> None:
         if self._prefixes.num_bytes:
             finished = {slot: row for slot, row in enumerate(self._rows) if row.finished and not row.failed}
-            self._drafter.keep_up(list(finished.values()), list(finished))
+            self._drafter.update_cache(list(finished.values()), list(finished))
             self._prefixes.keep(self._rows, steps)
 
     def _begin(

@@ -13,17 +13,17 @@ import numpy as np
 
 from blockpilot.control.acceptance import OF_PATH, Array, Paths
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Controller, Verified
-from blockpilot.drafts.choices import Linked
+from blockpilot.control.controller import Controller, VerifiedNodes
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.engine.constrained import NO_SLOTS, allowed
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, choices_of, places_of
-from blockpilot.native.growing import Lists, Nodes, Ordered, grow, ordered, with_paths
+from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, choices_of, tree_order
+from blockpilot.native.growing import Lists, Nodes, OrderedNodes, grow, ordered, with_paths
 from blockpilot.native.library import has_functions
 from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Step, Tree
 
 
-class Offered(NamedTuple):
+class StepCandidates(NamedTuple):
     """Candidates for R rows of a step, in `slots` of its batch: a draft's for `drafted` [R] positions, and paths.
 
     drawn [R]: rows whose tokens are drawn; None without paths. unknown: the next slot's list after a token that is
@@ -36,45 +36,49 @@ class Offered(NamedTuple):
     drawn: Array | None = None
     unknown: int = 0
 
-    def of_row(self, r: int) -> Slots:
+    def row_slots(self, r: int) -> Slots:
         """The candidates of row r as Python lists."""
         first, depth = self.lists.firsts[r], self.lists.depths[r]
-        tokens, chances, places = self.lists.tokens, self.lists.chances, self.lists.places
+        tokens, chances, next_lists = self.lists.tokens, self.lists.chances, self.lists.next_lists
         span = slice(first, first + depth)
         token_lists = list[list[list[int]]]()
         for lists in tokens[span].tolist():
             # Lists that a path was merged into may have empty entries (-1) at their ends.
             token_lists.append([[token for token in tokens_after if token >= 0] for tokens_after in lists])
         sources = None
-        choices, steps = self.lists.choices, self.lists.steps
-        if choices is not None and steps is not None:
-            sources = (DRAFTED * (choices[span] >= 0) + LOOKED_UP * (steps[span] >= 0)).tolist()
-        return Slots(token_lists, chances[:, span].tolist(), places[span].tolist(), self.unknown, sources)
+        choice_index, path_index = self.lists.choice_index, self.lists.path_index
+        if choice_index is not None and path_index is not None:
+            sources = (DRAFTED * (choice_index[span] >= 0) + LOOKED_UP * (path_index[span] >= 0)).tolist()
+        return Slots(token_lists, chances[:, span].tolist(), next_lists[span].tolist(), self.unknown, sources)
 
 
-def offer(
-    proposed: Candidates | Linked,
+def score_candidates(
+    proposed: Candidates | ConditionalCandidates,
     slots: Sequence[int],
     adapts: Sequence[bool],
     depths: Sequence[int],
     controller: Controller,
-) -> Offered:
+) -> StepCandidates:
     """A draft's choices for rows [R] in these slots, depths[r] of row r, with their acceptance probabilities.
 
     adapts [R]: rows that the controller has planned.
     """
-    choices, links = (proposed.candidates, proposed.places) if isinstance(proposed, Linked) else (proposed, None)
+    choices, links = (
+        (proposed.candidates, proposed.next_lists)
+        if isinstance(proposed, ConditionalCandidates)
+        else (proposed, None)
+    )
     num_lists = 1 if links is None else links.shape[1]
     firsts, drafted, below, planned = _slots_of(tuple(depths), tuple(adapts), num_lists)
     shape = sum(depths), num_lists, choices.tokens.shape[1]
-    places = np.zeros(shape, dtype=np.int64) if links is None else links.numpy(force=True).astype(np.int64)
+    next_lists = np.zeros(shape, dtype=np.int64) if links is None else links.numpy(force=True).astype(np.int64)
     proposal = controller.propose(planned, choices, below)
     tokens = np.ascontiguousarray(choices.tokens.numpy(force=True), dtype=np.int64).reshape(shape)
-    lists = Lists(firsts, drafted, tokens, proposal.chances.reshape(-1, *shape), places)
-    return Offered(slots, drafted, lists, unknown=0 if links is None else -1)
+    lists = Lists(firsts, drafted, tokens, proposal.chances.reshape(-1, *shape), next_lists)
+    return StepCandidates(slots, drafted, lists, unknown=0 if links is None else -1)
 
 
-def offer_paths(draft_offer: Offered | None, paths: Paths, weights: Array) -> Offered:
+def merge_paths(draft_offer: StepCandidates | None, paths: Paths, weights: Array) -> StepCandidates:
     """Merge the paths of all rows of a step into the draft's candidates, by the weights of the path regression."""
     draft_offer = draft_offer or NOTHING_DRAFTED
     slots, lists, drafted = list(draft_offer.slots), draft_offer.lists, draft_offer.drafted
@@ -88,7 +92,7 @@ def offer_paths(draft_offer: Offered | None, paths: Paths, weights: Array) -> Of
     tokens, sizes, matches, drawn = (values if is_whole else values[slots] for values in paths[:4])
     merged = with_paths(lists, draft_offer.unknown == 0, tokens, sizes, matches, drawn, weights)
     unknown = -1 if draft_offer.unknown < 0 else draft_offer.unknown + 1
-    return Offered(slots, drafted, merged, drawn, unknown)
+    return StepCandidates(slots, drafted, merged, drawn, unknown)
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +107,7 @@ def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int)
 
 _NONE = np.zeros((2, 0), dtype=np.int64)
 _NO_CHOICES = np.zeros((2, 0, 0, 0), dtype=np.int64)
-NOTHING_DRAFTED = Offered(
+NOTHING_DRAFTED = StepCandidates(
     (), _NONE[0], Lists(_NONE[0], _NONE[1], _NO_CHOICES[0], np.zeros((1, 0, 0, 0)), _NO_CHOICES[1]), unknown=-1
 )
 
@@ -111,7 +115,7 @@ Select = Callable[[Trees], Array]
 """Number of nodes to verify of every tree."""
 
 
-class Grown(NamedTuple):
+class GrownTrees(NamedTuple):
     """Nodes that grew for G rows of a step, of which the first sizes[g] are verified, and their trees.
 
     slots [G]: the rows' slots in the batch. indices [G, 1 + M]: those of the anchor and of every verified node in its
@@ -126,13 +130,15 @@ class Grown(NamedTuple):
 
 
 _NO_NODES = np.zeros((0, 0), dtype=np.int64)
-NOTHING_GROWN = Grown((), Nodes._make([*[_NO_NODES] * 8, _NONE[0]]), _NONE[0], _NO_NODES, ())
+NOTHING_GROWN = GrownTrees((), Nodes._make([*[_NO_NODES] * 8, _NONE[0]]), _NONE[0], _NO_NODES, ())
 
 
-def grow_all(rows: Sequence[Row], offered: Offered | None, kinds: Array, select: Select, most: int) -> Grown:
+def grow_all(
+    rows: Sequence[Row], candidates: StepCandidates | None, kinds: Array, select: Select, most: int
+) -> GrownTrees:
     """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits rows that adapt."""
     limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
-    index_of = {slot: i for i, slot in enumerate(offered.slots)} if offered is not None else {}
+    index_of = {slot: i for i, slot in enumerate(candidates.slots)} if candidates is not None else {}
     # 1. Trees grow in C; in Python for rows with an automaton, which may force tokens that are no candidates.
     in_c, in_python = list[int](), list[int]()
     for slot, row in enumerate(rows):
@@ -143,25 +149,25 @@ def grow_all(rows: Sequence[Row], offered: Offered | None, kinds: Array, select:
     slots = [*in_c, *in_python]
     if not slots:
         return NOTHING_GROWN
-    parts = [_grown(offered, rows, in_c, index_of, limits, most)] if offered is not None and in_c else []
+    parts = [_grown(candidates, rows, in_c, index_of, limits, most)] if candidates is not None and in_c else []
     if in_python:
-        nodes_of = [_nodes(rows[slot], offered, index_of.get(slot), limits[slot]) for slot in in_python]
+        nodes_of = [_nodes(rows[slot], candidates, index_of.get(slot), limits[slot]) for slot in in_python]
         parts.append(as_arrays(nodes_of, most))
     nodes = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
     # 2. The number of nodes to verify: the controller selects it for rows that adapt.
     sizes: Array = nodes.num
     drafted = np.zeros(len(rows), dtype=np.int64)
-    if offered is not None:
-        drafted[list(offered.slots)] = offered.drafted
+    if candidates is not None:
+        drafted[list(candidates.slots)] = candidates.drafted
     adapting = [i for i, slot in enumerate(slots) if rows[slot].adapts]
     if len(adapting) == len(slots):
         sizes = select(Trees(kinds[slots], drafted[slots], nodes))
     elif adapting:
         chosen = np.array(slots)[adapting]
-        of_adapting = Nodes._make(values[adapting] for values in nodes)
+        adapting_nodes = Nodes._make(values[adapting] for values in nodes)
         sizes = sizes.copy()
-        sizes[adapting] = select(Trees(kinds[chosen], drafted[chosen], of_adapting))
-    return Grown(slots, nodes, sizes, *trees_of(nodes, sizes))
+        sizes[adapting] = select(Trees(kinds[chosen], drafted[chosen], adapting_nodes))
+    return GrownTrees(slots, nodes, sizes, *trees_of(nodes, sizes))
 
 
 def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
@@ -174,15 +180,15 @@ def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
     return in_order.indices, trees
 
 
-def _ordered(nodes: Nodes, sizes: Array) -> Ordered:
+def _ordered(nodes: Nodes, sizes: Array) -> OrderedNodes:
     """As `ordered` of native/growing.py."""
     rows, room = nodes.tokens.shape
-    in_order = Ordered(np.zeros((rows, 1 + room), dtype=int), *np.zeros((3, rows, room), dtype=int))
+    in_order = OrderedNodes(np.zeros((rows, 1 + room), dtype=int), *np.zeros((3, rows, room), dtype=int))
     for r, size in enumerate(sizes.tolist()):
         parents = nodes.parents[r, :size]
-        places = np.array(places_of(parents.tolist()))
-        at = places[1:] - 1
-        in_order.indices[r, : 1 + size], in_order.parents[r, at] = places, places[parents]
+        order = np.array(tree_order(parents.tolist()))
+        at = order[1:] - 1
+        in_order.indices[r, : 1 + size], in_order.parents[r, at] = order, order[parents]
         in_order.tokens[r, at], in_order.sources[r, at] = nodes.tokens[r, :size], nodes.sources[r, :size]
     return in_order
 
@@ -198,7 +204,7 @@ def as_arrays(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
 
 
 def _grown(
-    offered: Offered,
+    candidates: StepCandidates,
     rows: Sequence[Row],
     slots: Sequence[int],
     index_of: dict[int, int],
@@ -207,12 +213,12 @@ def _grown(
 ) -> Nodes:
     """Nodes of the rows in `slots`, grown in C: trees of all choices, or chains of the first ones.
 
-    index_of: each slot's index in `offered`.
+    index_of: each slot's index in `candidates`.
     """
-    lists, indices = offered.lists, [index_of[slot] for slot in slots]
+    lists, indices = candidates.lists, [index_of[slot] for slot in slots]
     if len(indices) < len(index_of):
         lists = lists._replace(firsts=lists.firsts[indices], depths=lists.depths[indices])
-    widest = np.array([lists.places.shape[2] if rows[slot].is_tree else 1 for slot in slots])
+    widest = np.array([lists.next_lists.shape[2] if rows[slot].is_tree else 1 for slot in slots])
     sizes = np.array([limits[slot] for slot in slots])
     sizes = np.where(widest > 1, sizes, np.minimum(sizes, lists.depths))
     nodes = grow(lists, sizes, widest, most)
@@ -220,25 +226,31 @@ def _grown(
     return nodes
 
 
-def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list[Node]:
-    """Nodes of one row, grown in Python from row r of `offered`, if any; an automaton restricts their tokens."""
+def _nodes(row: Row, candidates: StepCandidates | None, r: int | None, limit: int) -> list[Node]:
+    """Nodes of one row, grown in Python from row r of `candidates`, if any; an automaton restricts their tokens."""
     slots, start = NO_SLOTS, 0
-    if offered is not None and r is not None:
-        slots, start = offered.of_row(r), int(offered.lists.firsts[r]) * offered.lists.places[0].size
+    if candidates is not None and r is not None:
+        slots, start = candidates.row_slots(r), int(candidates.lists.firsts[r]) * candidates.lists.next_lists[0].size
     follow, deepest = choices_of(slots), len(slots.tokens)
     if row.automaton is not None:
         follow = allowed(row.automaton, slots)
         deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
     nodes = islice(best_first(follow, deepest, is_chain=not row.is_tree), limit)
-    return [node if node.choice < 0 else node._replace(choice=start + node.choice) for node in nodes]
+    return [
+        node if node.choice_index < 0 else node._replace(choice_index=start + node.choice_index) for node in nodes
+    ]
 
 
 def verified(
-    rows: Sequence[Row], grown: Grown, paths: Sequence[Sequence[int]], steps: Sequence[Step], offered: Offered | None
-) -> Verified:
+    rows: Sequence[Row],
+    grown: GrownTrees,
+    paths: Sequence[Sequence[int]],
+    steps: Sequence[Step],
+    candidates: StepCandidates | None,
+) -> VerifiedNodes:
     """Outcomes of the verified nodes of rows [R] that adapt and emitted tokens in these steps.
 
-    paths [R] are the accepted indices in the rows' trees, the anchor first. `offered` has the regression inputs of
+    paths [R] are the accepted indices in the rows' trees, the anchor first. `candidates` has the regression inputs of
     looked-up tokens, if there are any.
 
     A node has an outcome if its parent is on the accepted path. It is right if its token was emitted, also if the
@@ -258,13 +270,15 @@ def verified(
     row, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
     seen = on_path[row, grown.indices[row, nodes.parents]] & taken
     right = np.equal(nodes.tokens, emitted[row, nodes.depths - 1])
-    of_path = taken & (nodes.steps >= 0)
-    has_path = np.logical_or.reduce(of_path, axis=1, keepdims=True)
-    looked_up, drafted = seen & of_path, seen & (nodes.choices >= 0) & ~has_path
+    is_looked_up = taken & (nodes.path_index >= 0)
+    has_path = np.logical_or.reduce(is_looked_up, axis=1, keepdims=True)
+    looked_up, drafted = seen & is_looked_up, seen & (nodes.choice_index >= 0) & ~has_path
     # 3. Inputs of the regression of paths.
-    steps_seen = nodes.steps[looked_up]
+    path_index = nodes.path_index[looked_up]
     path_inputs: tuple[Array, Array] = np.zeros((0, len(OF_PATH))), np.zeros(0, dtype=int)
-    if offered is not None and offered.lists.inputs is not None and offered.drawn is not None:
-        inputs, drawn = offered.lists.inputs, offered.drawn
-        path_inputs = inputs.reshape(-1, len(OF_PATH))[steps_seen], drawn[steps_seen // inputs.shape[1]]
-    return Verified(nodes.choices[drafted], nodes.laters[drafted], right[drafted], *path_inputs, right[looked_up])
+    if candidates is not None and candidates.lists.inputs is not None and candidates.drawn is not None:
+        inputs, drawn = candidates.lists.inputs, candidates.drawn
+        path_inputs = inputs.reshape(-1, len(OF_PATH))[path_index], drawn[path_index // inputs.shape[1]]
+    return VerifiedNodes(
+        nodes.choice_index[drafted], nodes.num_later[drafted], right[drafted], *path_inputs, right[looked_up]
+    )

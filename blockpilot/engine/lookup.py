@@ -27,8 +27,8 @@ class Lookup:
     def num_bytes(self) -> int:
         return self._index.num_bytes if self._index is not None else 0
 
-    def paths(self, rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        """Paths of rows [R], at most `most` tokens each, cut by `follow`; None if there are none.
+    def paths(self, rows: Sequence[Row], drawn: Array, most: int, cut: Callable[[Paths], Paths]) -> Paths | None:
+        """Paths of rows [R], at most `most` tokens each, cut by `cut`; None if there are none.
 
         drawn [R]: 1 for rows whose tokens are drawn, 0 for greedy ones.
         """
@@ -43,7 +43,7 @@ class Lookup:
         if not any(sizes):
             return None
         tokens, cut_sizes, inputs = _spread([matches.paths, np.array(sizes), matches.known], indices, len(rows))
-        return follow(Paths(tokens, cut_sizes, inputs, drawn, np.zeros(len(rows))))
+        return cut(Paths(tokens, cut_sizes, inputs, drawn, np.zeros(len(rows))))
 
     def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches | None:
         """Matches of the rows' texts, whose new tokens are added to the index; None if there are none."""

@@ -31,12 +31,12 @@ class CacheSize(NamedTuple):
     def of(cls, pair: Pair) -> Self:
         """Sizes extrapolated from caches of one and two tokens."""
         target = Target(pair.target, pair.layer_ids)
-        of_target, of_draft = (
+        target_bytes, draft_bytes = (
             [model.new_cache(1, length).num_bytes for length in (1, 2)] for model in (target, pair.prepared_draft)
         )
-        token_of_target, token_of_draft = of_target[1] - of_target[0], of_draft[1] - of_draft[0]
-        token = token_of_target + token_of_draft
-        slot = of_target[0] + of_draft[0] - token + MAX_BLOCK_SIZE * token_of_target
+        target_token_bytes, draft_token_bytes = target_bytes[1] - target_bytes[0], draft_bytes[1] - draft_bytes[0]
+        token = target_token_bytes + draft_token_bytes
+        slot = target_bytes[0] + draft_bytes[0] - token + MAX_BLOCK_SIZE * target_token_bytes
         return cls(slot, token, 0 if target.has_states else token)
 
     def num_bytes(self, num_slots: int, max_length: int, prefix_tokens: int) -> int:

@@ -60,7 +60,7 @@ def keyed_sample(
     return ranked.tokens[:, 0].masked_fill(ranked.broken, NO_TOKEN)
 
 
-def candidates(
+def best_choices(
     logits: Tensor,
     positions: Sequence[int],
     sampling: Sequence[Sampling],
@@ -148,7 +148,7 @@ def ranked_by_torch(
     numbers = sent(_numbers(positions, sampling, vocab_size), logits.device) if drawn else None
     if graphs is not None and numbers is not None and logits.numel() <= MOST_SCORES:
         key = "ranked", num, is_cut, with_log_probs, vocab_size, logits.dtype
-        from_graph = graphs.of_tokens(key, partial(ranked, few=first), [(logits, 0), (numbers, 0)])
+        from_graph = graphs.run_tokens(key, partial(ranked, few=first), [(logits, 0), (numbers, 0)])
     final, *results = from_graph or ranked(logits, numbers, few=first)
     for few in (*more, vocab_size):
         if numbers is None or final.all():

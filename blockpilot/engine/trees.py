@@ -24,22 +24,22 @@ class Slots(NamedTuple):
 
     P is 1 if slots are independent. tokens [D][P][K]; chances [A][D][P][K] are acceptance probabilities given that
     the choices above were accepted, by the number of later (not first) choices above, at most A - 1; they fall along
-    K. places [D][P][K]: the list (0 to P - 1) of the slot below that follows a choice; -1: nothing grows below it.
+    K. next_lists [D][P][K]: the list (0 to P - 1) of the slot below that follows a choice; -1: nothing follows it.
     """
 
     tokens: Sequence[Sequence[Sequence[int]]]
     chances: Sequence[Sequence[Sequence[Sequence[float]]]]
-    places: Sequence[Sequence[Sequence[int]]]
+    next_lists: Sequence[Sequence[Sequence[int]]]
     unknown: int = 0
     """List of the slot below that follows a token that is none of the choices; -1: none."""
     sources: Sequence[Sequence[Sequence[int]]] | None = None
     """Sources of the choices [D][P][K], as in `Tree`; None: all are the draft's."""
 
 
-def drawn_apart(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[Sequence[float]]]) -> Slots:
+def independent_slots(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[Sequence[float]]]) -> Slots:
     """Slots whose choices are independent of those above: tokens [D][K], chances [A][D][K]."""
-    places = [[[0] * len(slot)] for slot in tokens]
-    return Slots([[slot] for slot in tokens], [[[slot] for slot in slots] for slots in chances], places)
+    next_lists = [[[0] * len(slot)] for slot in tokens]
+    return Slots([[slot] for slot in tokens], [[[slot] for slot in slots] for slots in chances], next_lists)
 
 
 class Node(NamedTuple):
@@ -49,11 +49,11 @@ class Node(NamedTuple):
     parent: int
     chance: float
     depth: int
-    choice: int = -1
+    choice_index: int = -1
     """Flat index among the choices [D][P][K] of a draft; -1 if it is none of them."""
     num_later: int = 0
     """Number of choices above it that are not first choices."""
-    step: int = -1
+    path_index: int = -1
     """Flat index among the tokens [R][M] of paths; -1 if it is none of them."""
     source: int = 0
     """Source, as in `Tree`."""
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
     token: int
     chance: float
     after: int
-    """List of the slot below that follows it, as in `Slots.places`."""
+    """List of the slot below that follows it, as in `Slots.next_lists`."""
     num_later: int
     """Number of choices down to this one that are not first choices."""
     flat_index: int = -1
@@ -85,8 +85,8 @@ def choices_of(slots: Slots) -> Follow:
         depth = len(path)
         if depth >= len(slots.tokens) or after < 0:
             return
-        below, chances = slots.places[depth][after], slots.chances[min(num_later, len(slots.chances) - 1)]
-        first = (depth * len(slots.places[depth]) + after) * len(below)
+        below, chances = slots.next_lists[depth][after], slots.chances[min(num_later, len(slots.chances) - 1)]
+        first = (depth * len(slots.next_lists[depth]) + after) * len(below)
         for rank, (token, chance) in enumerate(zip(slots.tokens[depth][after], chances[depth][after], strict=False)):
             yield Choice(token, chance, below[rank], num_later + (rank > 0), first + rank)
 
@@ -124,7 +124,7 @@ def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = Fal
         offer_below(number, (*path, choice.token), choice.after, choice.num_later, -negative)
 
 
-def places_of(parents: Sequence[int]) -> list[int]:
+def tree_order(parents: Sequence[int]) -> list[int]:
     """Index of the anchor and of every node in their `Tree` [1 + nodes], given the nodes' parents as in `Node`.
 
     The chain of first children comes first, then the others in the order of growth. If the chain is accepted, its

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from blockpilot.control.acceptance import AcceptanceModel, Array, Observed, Proposal, logistic
+from blockpilot.control.acceptance import AcceptanceModel, Array, ObservedChoices, Proposal, logistic
 from blockpilot.control.choose import Trees, seconds_of_more
 from blockpilot.control.controller import Controller, Planned
 from blockpilot.control.cost import Load, StepPrice, passes
-from blockpilot.drafts.choices import own_chances
+from blockpilot.drafts.choices import draft_probs
 from blockpilot.native.growing import NUM_CONTEXTS
 from blockpilot.types import Candidates
 
@@ -67,33 +67,33 @@ def _best_budget(node_probs: Array, price: StepPrice, drafted: Load) -> int:
 
 class Margins(AcceptanceModel):
     """Acceptance probabilities of a chain's tokens by the margin between the draft's two best scores: a logistic
-    regression for every position, with a step for every token (vLLM's).
+    regression for every position, updated after every token (vLLM's).
     """
 
     def __init__(self, deepest: int) -> None:
         super().__init__(deepest)
-        self.of_margin = np.tile([0.5, 0.5], (self.deepest, 1))  # weights of margin and 1
+        self.margin_weights = np.tile([0.5, 0.5], (self.deepest, 1))  # weights of margin and 1
         self._covariances = np.tile(np.eye(2), (self.deepest, 1, 1))
 
     def propose(self, known: Array, candidates: Candidates, slots: Array) -> Proposal:
         scores, drawn = candidates.scores.numpy(force=True), candidates.drawn.numpy(force=True)
-        first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
-        later = np.minimum(first, own_chances(candidates)[0, :, 1:].numpy(force=True))
+        first = logistic((self.margin_weights[slots] * _margins(scores)).sum(axis=1))[:, None]
+        later = np.minimum(first, draft_probs(candidates)[0, :, 1:].numpy(force=True))
         probs = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
         return Proposal(scores, scores, drawn, slots, probs)
 
-    def learn(self, observed: Observed) -> None:
+    def learn(self, observed: ObservedChoices) -> None:
         """Online Newton step for each first choice that was reached."""
         is_first = observed.ranks == 0
         first = _margins(observed.scores)[is_first], observed.slots[is_first].tolist(), observed.right[is_first]
         for inputs, slot, was_right in zip(*first, strict=True):
-            prob = logistic(self.of_margin[slot] @ inputs)
+            prob = logistic(self.margin_weights[slot] @ inputs)
             covariance_x = self._covariances[slot] @ inputs
             weight = prob * (1 - prob)
             self._covariances[slot] -= (
                 weight * np.outer(covariance_x, covariance_x) / (1 + weight * np.dot(inputs, covariance_x))
             )
-            self.of_margin[slot] += self._covariances[slot] @ inputs * (was_right - prob)
+            self.margin_weights[slot] += self._covariances[slot] @ inputs * (was_right - prob)
 
 
 def _margins(scores: Array) -> Array:

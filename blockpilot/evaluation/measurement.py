@@ -1,8 +1,8 @@
 """Timing of requests in a full engine: each request's tokens and its share of the time.
 
 The engine has no timers. A step returns when its tokens have reached the host, so host time is enough. A step's
-seconds are shared equally among the requests that it advanced. The shares add up to the elapsed time, and give the
-cost of a request that never runs alone.
+seconds are shared equally among the requests that it advanced. The shares add up to the elapsed time, and are
+the cost of a request in a shared batch.
 """
 
 import time
@@ -52,7 +52,7 @@ class Flow:
 
     Repetitions of the requests (fillers) keep all slots busy from the first measured request to the end of the last,
     so every request begins and decodes in a full batch, as in a server under constant load. The first fillers end one
-    after the other: slots that all begin together would charge the measured requests for a batch of prompts more.
+    after the other: if all slots began together, the measured requests would pay for one more batch of prefills.
     Fillers take their share of the time and are not measured.
     """
 
@@ -112,9 +112,9 @@ class Flow:
 
 
 def in_turns(flows: Sequence[Flow], num_tokens: int) -> None:
-    """Run all flows to their ends, interleaved: `num_tokens` tokens of each flow in turn.
+    """Run all flows to their ends, interleaved: `num_tokens` tokens of each flow per round.
 
-    Flows end together, whatever their tokens per step, and slow moments of the machine affect all of them.
+    Flows end together, regardless of their tokens per step, and slow moments of the machine affect all of them.
     """
     for goal in count(num_tokens, num_tokens):
         running = [flow for flow in flows if not flow.done]

@@ -1,9 +1,9 @@
-"""Upper bound of a choice of block size, from a table of tokens and seconds by choice and block size.
+"""Upper bound for choosing the block size, from a table of tokens and seconds by choice and block size.
 
-A row of the table is a choice: of a request, or of a step. From it follow the rates (total tokens over total seconds)
-of the best fixed block size, a random one and an oracle on exactly these runs. The oracle knows the outcome, noise
-included, so it is a bound and never a result. A look-up of a policy only tells whether to decode with it. With
-taus as tokens and one second each, rates are mean taus, as in published tables.
+A row of the table is one choice, for a request or for a step. The table gives the rates (total tokens over total
+seconds) of the best fixed block size, a random one and an oracle on exactly these runs. The oracle uses the outcome,
+noise included, so its rate is a bound and never a result. Rates of a policy from the table only tell whether it is
+worth decoding with. With taus as tokens and one second each, rates are mean taus, as in published tables.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Potential(NamedTuple):
     best_fixed: int
     """The block size with the highest rate."""
     random: float
-    """Expected rate of candidates drawn at random."""
+    """Expected rate of candidates chosen at random."""
     oracle: float
     """Largest possible rate: an upper bound."""
 

@@ -1,12 +1,12 @@
 """Measurement of a pair's step cost on this device, from a few timed steps of a decoding engine.
 
-The text does not affect the cost, so prompts are random tokens. Mixtures are interleaved, so that slow moments of the
-machine affect all of them. The drafted depth and the number of verified tokens vary independently: block sizes would
-vary both together, and the costs of a drafted position and a verified token could not be told apart. Without a draft
-the verified tokens are those that a constraint forces.
+The text does not affect the cost, so prompts are random tokens. A mixture says what each row of a step drafts and
+verifies. Mixtures are interleaved, so that slow moments of the machine affect all of them. The drafted depth and the
+number of verified tokens vary independently: if only the block size varied, the costs of a drafted position and a
+verified token could not be separated. Without a draft a constraint forces the tokens to verify.
 
 Decoding repeats steps of one kind, so the CPU's caches hold what the next one reads. A timed step therefore follows
-an untimed one of its mixture: plain steps of sixteen rows took 36 to 41 ms after other steps, and 26 after their own.
+an untimed one of its mixture: plain steps of 16 rows took 36 to 41 ms after other steps, and 26 ms after plain ones.
 """
 
 import time
@@ -40,8 +40,8 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 4  # timed steps of each mixture, of which the fastest counts; an untimed one precedes each
-MOST_ERROR, NUM_ATTEMPTS = 0.25, 3  # a larger error: another process ran beside some of the steps
-CLEARLY = 0.8  # error with tiles over that with the ones taken so far, below which they are taken
+MOST_ERROR, NUM_ATTEMPTS = 0.25, 3  # a larger error: another process ran during some of the steps
+CLEARLY = 0.8  # tiles replace the ones chosen so far if their error is below this share of theirs
 OF_DRAFT = "launch_s", "slot_s"  # coefficients that are 0 without a draft
 
 
@@ -57,8 +57,8 @@ class Drafted(NamedTuple):
         return self.depth or self.num_verified
 
     @classmethod
-    def of_size(cls, block_size: int, deepest: int) -> "Drafted":
-        """A chain, or a tree if the block size is larger than the draft's own."""
+    def from_size(cls, block_size: int, deepest: int) -> "Drafted":
+        """A chain, or a tree if the block size is larger than the draft's."""
         return cls(min(block_size - 1, deepest), block_size - 1)
 
 
@@ -103,7 +103,7 @@ class _FixedTokens:
         return self
 
     def take(self, token: int) -> None:
-        """Any token is allowed, and changes nothing."""
+        """Do nothing: every token is allowed."""
 
     def ends(self, path: Sequence[int] = ()) -> bool:
         return False
@@ -121,8 +121,8 @@ class _FixedTokens:
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:
     """Step cost, fitted to steps with one row and with `rows`, of up to `context` tokens each.
 
-    The context is shortened to what the target has room for. A measurement with a large error is repeated; of all
-    attempts the one with the least error counts. Raises ValueError for numbers below 1.
+    `context` is reduced if it and the steps would exceed the target's context. A measurement with a large error is
+    repeated, and the attempt with the smallest error is returned. Raises ValueError for numbers below 1.
     """
     for name, value in (("rows", rows), ("context", context), ("num_steps", num_steps)):
         if value < 1:
@@ -134,14 +134,14 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
 
 
 def _measured(pair: Pair, rows: int, context: int, num_steps: int) -> StepPrice:
-    mixtures_by_load = [mixtures_for(pair, num) for num in (1, max(rows, 2))]  # base_s and row_s need two
+    mixtures_by_load = [mixtures_for(pair, num) for num in (1, max(rows, 2))]  # base_s and row_s need two sizes
     context = min(context, *(_most_context(pair, mixtures, num_steps) for mixtures in mixtures_by_load))
     timed = time_steps(pair, [*chain(*mixtures_by_load)], context, num_steps=num_steps)
     alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
     names, share = coefficients_of(pair), expert_share(pair)
-    # Tiles of as many tokens as explain the steps; the last ones unless others do so clearly better, since a choice
-    # by noise alone moves every later choice (LOG.md).
+    # Tile sizes: the last possible ones, unless others fit the steps clearly better. A choice by noise alone would
+    # change every later choice (LOG.md).
     possible = possible_tiles(pair)
     fits = {tiles: fit(*_columns(fitted), names, expert_share=share, tiles=tiles) for tiles in possible}
     errors = {
@@ -158,7 +158,7 @@ def _measured(pair: Pair, rows: int, context: int, num_steps: int) -> StepPrice:
 
 
 def possible_tiles(pair: Pair) -> Sequence[Tiles]:
-    """Tiles that a step's time may depend on: with AMX and on a GPU products are by tiles, else by vectors."""
+    """Tile sizes that a step's time may depend on: matrix products use tiles with AMX and on a GPU, else vectors."""
     target = pair.target
     by_tiles = target.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False)
     return TILES if target.device.type != "cpu" or by_tiles else VECTORS
@@ -175,7 +175,7 @@ def expert_share(pair: Pair) -> float:
 
 
 def coefficients_of(pair: Pair) -> list[str]:
-    """Coefficients to fit; the others are 0. Of a mixture the experts take nearly all that tiles would."""
+    """Coefficients to fit; the others are 0. With experts, experts_s takes nearly all of what tile_s would."""
     absent = {"tile_s" if expert_share(pair) else "experts_s", *(() if pair.has_draft else OF_DRAFT)}
     return [name for name in COEFFICIENTS if name not in absent]
 
@@ -185,7 +185,7 @@ def _columns(steps: Sequence[TimedStep]) -> tuple[list[Load], list[float]]:
 
 
 def holds_here(price: StepPrice, pair: Pair) -> bool:
-    """True for a step cost of this pair, in its dtype and on its device, and with its experts."""
+    """True if a step cost was measured for this pair, its dtype, its device and its share of experts."""
     return price.made_for(*_made_for(pair)) and price.expert_share == expert_share(pair)
 
 
@@ -200,7 +200,7 @@ def mixtures_for(pair: Pair, rows: int) -> list[list[Drafted]]:
 
 def _without_draft(rows: int) -> list[list[Drafted]]:
     single, few, deep = (Drafted(0, num) for num in (1, TILE // 2, MAX_DEPTH))
-    if rows == 1:  # within a tile, just above it, and to the end of the next
+    if rows == 1:  # numbers of tokens within a tile, just above it, and to the end of the next
         sizes = 0, 1, TILE // 4, TILE // 2, TILE - 1, TILE + 3, MAX_DEPTH, 3 * TILE // 4
         return [[Drafted(0, num)] for num in sizes]
     uniform, plain = [[row] * rows for row in (PLAIN, single, few, deep)], [PLAIN] * (rows - 1)
@@ -217,13 +217,13 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
     small = max(1, deepest // 2)
     tree_size, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
     chain = Drafted(deepest, deepest)
-    if rows == 1:  # within a tile, just above it, and to the end of the next
+    if rows == 1:  # numbers of tokens within a tile, just above it, and to the end of the next
         alone = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), chain]
         alone += [Drafted(deepest, min(n, largest)) for n in (tree_size, TILE + 3, largest)]
-        alone += [Drafted(small, 4), Drafted(small, 6)]  # about where vectors take their time for every token
+        alone += [Drafted(small, 4), Drafted(small, 6)]  # about where vector products begin to take time per token
         alone += [Drafted(small, (deepest + tree_size) // 2)]
         return [[row] for row in alone]
-    # Pairs of mixtures just below and just above the end of a tile: most numbers of rows are parts of one.
+    # Pairs of mixtures just below and just above the end of a tile: most numbers of rows divide a tile.
     plain, one, some, whole = ([row] * (rows - 1) for row in (PLAIN, Drafted(1, 1), Drafted(small, small), chain))
     return [
         [PLAIN, *plain],
@@ -245,10 +245,10 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
 def time_steps(
     pair: Pair, mixtures: Sequence[Sequence[Drafted]], context: int, *, num_steps: int = NUM_STEPS
 ) -> list[TimedStep]:
-    """The fastest of `num_steps` steps with each mixture, which says what each row drafts and verifies.
+    """The fastest of `num_steps` steps with each mixture.
 
     All mixtures are interleaved; there is one engine for each number of rows. All rows begin with `context` tokens,
-    or as many as the target has room for beside the steps.
+    or fewer if the target's context would not have room for the steps.
     """
     mixtures_by_rows: dict[int, list[Sequence[Drafted]]] = {}
     for mixture in mixtures:

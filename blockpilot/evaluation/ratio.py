@@ -1,7 +1,7 @@
 """Dinkelbach's algorithm (1967): the choice with the largest ratio of sums, sum(a) / sum(b).
 
 A rate is feasible if some choice has sum(a - rate * b) >= 0. The choice that maximises this sum has at least that
-rate, which is tried next. A few rounds converge.
+rate; the rate of this choice is tried next. A few rounds are enough.
 """
 
 from collections.abc import Callable

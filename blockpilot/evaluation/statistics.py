@@ -160,9 +160,9 @@ def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def interval(above: Sequence[Array], below: Sequence[Array], extra: Sequence[Variance] = ()) -> Interval:
-    """Product of the totals of `above` over that of `below`, [repeats, prompts] each, with its interval.
+    """Ratio with its interval: product of the totals of `above` over that of `below`, [repeats, prompts] each.
 
-    extra: further variances of its logarithm.
+    extra: further variances of the ratio's logarithm.
     """
     value = _ratio(above, below)
     if not math.isfinite(value) or any((part.sum(axis=0) == part.sum()).any() for part in (*above, *below)):

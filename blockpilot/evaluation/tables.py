@@ -20,7 +20,7 @@ def cells(row: Figures) -> dict[str, str]:
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Markdown table of rows with the same keys, aligned as plain text, too."""
+    """Markdown table of rows with the same keys, also aligned as plain text."""
     columns = list(rows[0])
     lines = [columns, *([row[name] for name in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

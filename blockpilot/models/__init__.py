@@ -1,1 +1,1 @@
-"""What runs on the device: the target, its cache, packed rows, linear kernels."""
+"""Device code: the target, its KV cache, packed rows, linear products."""

@@ -1,11 +1,11 @@
-"""Key/value cache of a fixed batch: every sequence owns a slot, every final token the column of its position.
+"""KV cache of a fixed batch: each sequence owns a slot, and each accepted token the column of its position.
 
 Entries are scattered by (slot, column) and read by column, so rejected tokens need no rollback: a column is rewritten
-before any query may see it. By its mask a query sees the columns before its row's anchor, which are final, and its
-ancestors in its own block. Drafted tokens of a tree are in the order of its nodes; accepted tokens move to the
-columns of their positions (`accept`).
+before any query can attend to it. A query's mask covers the columns before its row's anchor, which hold accepted
+tokens, and its ancestors in the block. Drafted tokens of a tree are in the order of its nodes; accepted tokens move
+to the columns of their positions (`accept`).
 
-Active slots are dense (0 .. n-1): the last one moves into a free one, so a forward pass reads views without copies.
+Active slots are dense (0 .. n-1): the last one moves into a freed one, so a forward pass reads views without copies.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.device import sent, tensor_on
-from blockpilot.models.graphs import MOST_TOKENS, Box, BoxPlaces, Graphs
+from blockpilot.models.graphs import MOST_TOKENS, Box, BoxTokens, Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.native.products import Padding
 
@@ -24,8 +24,8 @@ from blockpilot.native.products import Padding
 class SlotCache:
     """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens, initially zero.
 
-    num_spare: additional columns, for trees, which use more columns than positions. halves: padding of the halves of
-    a head, layer by layer, by the layers in C.
+    num_spare: additional columns, for trees, which use more columns than positions. halves: for layers in C, the
+    padding of the two halves of a head, per layer.
     """
 
     def __init__(
@@ -44,32 +44,32 @@ class SlotCache:
         for i, (head, half) in enumerate(zip(heads, self._halves, strict=True)):
             if owners[i] == i:
                 groups.setdefault((head.num, length + num_spare, 2 * half.padded), []).append(i)
-        groups = groups or {(0, length + num_spare, 0): []}  # of a draft without layers
-        places = {layer: (i, j) for i, layers in enumerate(groups.values()) for j, layer in enumerate(layers)}
-        self._places = [places[owner] for owner in owners]
+        groups = groups or {(0, length + num_spare, 0): []}  # a draft without layers
+        index_of = {layer: (i, j) for i, layers in enumerate(groups.values()) for j, layer in enumerate(layers)}
+        self._group_index = [index_of[owner] for owner in owners]
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         sizes = [(len(layers), 2, num_slots, *shape) for shape, layers in groups.items()]
         self.hold([torch.zeros(size, dtype=dtype, device=device) for size in sizes])
         self.graphs: Graphs | None = None
-        """CUDA graphs of passes of few tokens; with them the last column must stay free of tokens."""
+        """CUDA graphs for passes of few tokens; they need the last column of every slot for padding."""
 
     def hold(self, groups: Sequence[Tensor]) -> None:
-        """Keep keys and values in this memory."""
+        """Use this memory for keys and values."""
         self.groups = groups
-        """[layers, 2, num_slots, kv_heads, length, head_dim] of layers with heads of one shape; keys, then values."""
-        self.of_layer = [groups[group][index] for group, index in self._places]
+        """One [layers, 2, num_slots, kv_heads, length, head_dim] per shape of heads; keys, then values."""
+        self.by_layer = [groups[group][index] for group, index in self._group_index]
         """Views of each layer's keys and values [2, num_slots, kv_heads, length, head_dim]."""
-        self.by_token = [of_layer.permute(1, 3, 0, 2, 4) for of_layer in self.of_layer]
-        """The same as views [num_slots, length, 2, kv_heads, head_dim]."""
+        self.by_token = [layer.permute(1, 3, 0, 2, 4) for layer in self.by_layer]
+        """The same views, permuted to [num_slots, length, 2, kv_heads, head_dim]."""
 
     @staticmethod
     def key_heads(config: Any) -> "Sequence[KeyHeads]":
-        """Heads of the layers that keep keys and values."""
+        """KV heads of the layers that have keys and values."""
         return key_heads(config)
 
     @property
     def layers(self) -> Tensor:
-        """Keys and values of layers whose heads all have one shape: the only one of `groups`."""
+        """The only tensor of `groups`, for a model whose layers all have heads of one shape."""
         (layers,) = self.groups
         return layers
 
@@ -87,15 +87,15 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys and values together."""
+        """Bytes of all keys and values."""
         return sum(group.nbytes for group in self.groups)
 
     def unpadded(self, length: int) -> Tensor:
-        """Keys and values of the first `length` columns, as `layers`."""
+        """`layers` cut to the first `length` columns, without the padding of heads."""
         return self._halves[0].cut(self.layers[..., :length, :])
 
     def bare(self) -> Self:
-        """The same memory without graphs, for graphs to refer to without a reference cycle."""
+        """Copy without graphs that shares the memory, so that graphs can refer to it without a reference cycle."""
         same = copy(self)
         same.graphs = None
         return same
@@ -103,20 +103,20 @@ class SlotCache:
     def view(self, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
         """View for one forward pass, whose token i is in slot slots[i] and column columns[i], both [N].
 
-        rows: the slots that are read, on the host if it has them, up to column `length`, one past the largest (a
-        parameter, so that nothing waits for the device).
+        rows: the slots that are read, on the host if available. length: one past the largest column that is read; a
+        parameter, so that the host does not wait for the device.
         """
         return SlotView(self, slots, columns, rows, length)
 
     def accept(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Make the accepted paths [R] of the last pass's blocks final: their tokens move to their columns.
+        """Move the tokens of the accepted paths [R] of the last pass's blocks to the columns of their positions.
 
-        starts [R] are the columns of the blocks, which lie in the first slots; a path begins with its anchor, 0.
+        starts [R]: first columns of the blocks, which are in the first slots. A path begins with its anchor, 0.
         """
         moves = list[tuple[int, int, int]]()
         for slot, (start, path) in enumerate(zip(starts, paths, strict=False)):
             for depth, node in enumerate(path):
-                # The chain of first children is in its final columns already (trees.places_of).
+                # The chain of first children is in its final columns already (trees.tree_order).
                 if node != depth:
                     moves.append((slot, start + node, start + depth))
         if moves:
@@ -124,7 +124,7 @@ class SlotCache:
 
     def _relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy columns within their slots, all arguments [M]; columns are read before any is written."""
-        # The right side is a copy. Slots and columns are joined elementwise: [M, layers, 2, kv_heads, head_dim].
+        # The right side is a copy. Slots and columns are paired elementwise: [M, layers, 2, kv_heads, head_dim].
         for group in self.groups:
             group[:, :, slots, :, destinations] = group[:, :, slots, :, sources]
 
@@ -140,7 +140,7 @@ class SlotCache:
 
 
 class Pages:
-    """Memory of `num` pages: copies of `size` consecutive columns each, out of the slots of a cache."""
+    """Memory of `num` pages; a page is a copy of `size` consecutive columns of a cache slot."""
 
     def __init__(self, cache: SlotCache, num: int, size: int) -> None:
         self._cache, self._size = cache, size
@@ -154,12 +154,12 @@ class Pages:
         return sum(pages.nbytes for pages in self._pages)
 
     def store(self, page: int, slot: int, column: int) -> None:
-        """Copy a slot's columns from `column` on to a page."""
+        """Copy a slot's columns [column, column + size) to a page."""
         for pages, columns in zip(self._pages, self._columns(slot, column), strict=True):
             pages[page] = columns
 
     def load(self, page: int, slot: int, column: int) -> None:
-        """Copy a page to a slot's columns from `column` on."""
+        """Copy a page to a slot's columns [column, column + size)."""
         for pages, columns in zip(self._pages, self._columns(slot, column), strict=True):
             columns.copy_(pages[page])
 
@@ -167,8 +167,8 @@ class Pages:
         return [group[:, :, slot, :, column : column + self._size] for group in self._cache.groups]
 
 
-InBox = Callable[[Tensor, Box, BoxPlaces, Packing, "SlotView"], tuple[Tensor, ...]]
-"""Hidden states [R * W, hidden] of a box, its places, its packing, its view of the cache -> outputs [R * W, ...]."""
+InBox = Callable[[Tensor, Box, BoxTokens, Packing, "SlotView"], tuple[Tensor, ...]]
+"""Hidden states [R * W, hidden], their box, its tokens, packing and cache view -> outputs [R * W, ...]."""
 
 
 class SlotView:
@@ -183,14 +183,14 @@ class SlotView:
 
     @property
     def host_slots(self) -> Sequence[int] | None:
-        """The slot of every row that is read; None if only the device has them."""
+        """Slots of the rows that are read; None if they are only on the device."""
         if isinstance(self._host_rows, slice):
             return range(self.cache.num_slots)[self._host_rows]
         return self._host_rows.tolist() if self._host_rows.device.type == "cpu" else None
 
     @property
     def num_columns(self) -> int:
-        """Columns of the cache, read or not."""
+        """Number of columns of the cache, including those that are not read."""
         return self.cache.num_columns
 
     @property
@@ -216,7 +216,7 @@ class SlotView:
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_dim]."""
-        keys, values = self.cache.of_layer[layer_idx][:, self._rows, :, : self.length]
+        keys, values = self.cache.by_layer[layer_idx][:, self._rows, :, : self.length]
         return keys, values
 
     def by_graph(
@@ -235,28 +235,28 @@ class SlotView:
             return None
         cache, device = self.cache.bare(), hidden.device
 
-        def in_box(boxed: Tensor, places: BoxPlaces) -> tuple[Tensor, ...]:
-            view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
-            # A copy: layers add to the hidden states in place, and those of the box are the graph's static input.
-            return layers(boxed.clone(), box, places, box.packing(device), view)
+        def in_box(boxed: Tensor, box_tokens: BoxTokens) -> tuple[Tensor, ...]:
+            view = cache.view(box.slots(device), box_tokens.columns, slice(0, box.rows), box.length)
+            # A copy: layers add to the hidden states in place, and `boxed` is the static input of the graph.
+            return layers(boxed.clone(), box, box_tokens, box.packing(device), view)
 
-        return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))
+        return graphs.run_box((key, box), in_box, hidden, box, box.tokens(packing, slots, num_columns))
 
 
 def read_slots(slots: Sequence[int]) -> "slice | Tensor":
-    """Ascending slots for a view: a slice, which reads without a copy, if they are the first ones of a cache."""
+    """`rows` of a view for ascending slots: a slice, which reads without a copy, if they are the first of a cache."""
     return slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
 
 
 class KeyHeads(NamedTuple):
-    """Number of a layer's heads of keys, and of values, and their size."""
+    """Number of KV heads of a layer, and their size."""
 
     num: int
     dim: int
 
 
 def key_heads(config: Any) -> list[KeyHeads]:
-    """Heads of keys of every layer."""
+    """KV heads of every layer."""
     num_layers = int(config.num_hidden_layers)
     if not has_layer_configs(config):
         return [KeyHeads(num_kv_heads(config), head_dim(config))] * num_layers
@@ -264,7 +264,7 @@ def key_heads(config: Any) -> list[KeyHeads]:
 
 
 def key_layers(config: Any) -> list[int]:
-    """For every layer the one whose keys and values it reads: itself, or an earlier one of its type (Gemma 4)."""
+    """Per layer, the layer whose keys and values it reads: itself, or an earlier one of its type (Gemma 4)."""
     modes, last, layers = getattr(config, "kv_sharing_modes", None), dict[str, int](), list[int]()
     for i in range(int(config.num_hidden_layers)):
         if modes is None or modes[i] != "reuse":
@@ -274,7 +274,7 @@ def key_layers(config: Any) -> list[int]:
 
 
 def has_layer_configs(config: Any) -> bool:
-    """True if layers have heads of different shapes: transformers then refuses to name one."""
+    """True if layers have heads of different shapes: transformers then gives shapes only per layer."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 
@@ -284,7 +284,7 @@ def layer_config(config: Any, layer: int) -> Any:
 
 
 def num_kv_heads(config: Any) -> int:
-    """Heads of keys, and of values; by default as many as of queries."""
+    """Number of KV heads; by default the number of query heads."""
     return int(config.num_key_value_heads or config.num_attention_heads)
 
 

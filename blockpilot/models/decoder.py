@@ -1,7 +1,7 @@
-"""The prepared form of a target: its embeddings, its layers as one call over packed tokens, and its LM head.
+"""Prepared target: embeddings, all layers as one call over packed tokens, and LM head.
 
-Cache indices do not depend on the layer and are computed once a pass, rotary tables and masks once for each kind of
-layer: with sliding-window layers there are two.
+Cache indices do not depend on the layer and are computed once per pass; rotary embeddings and masks once per pass and
+kind of layer. With sliding-window layers there are two kinds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from blockpilot.models.cache import SlotCache, SlotView, key_heads
-from blockpilot.models.graphs import Box, BoxPlaces
+from blockpilot.models.graphs import Box, BoxTokens
 from blockpilot.models.hybrid import HybridLayers
-from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
+from blockpilot.models.kernels import copy_mapped_weights, prepared, use_huge_pages
 from blockpilot.models.layers import DecoderLayers, Mask
 from blockpilot.models.native_hybrid import STRIP, NativeHybridLayers, hybrid_layers_of
 from blockpilot.models.native_layers import NativeLayers, layers_of
@@ -35,14 +35,13 @@ UNSUPPORTED = {
     "gemma3n": "embeddings in every layer",
     "qwen3_next": "projections of recurrent layers that interleave their heads",
 }
-"""Families that people ask for, and what of them is not computed."""
-PROPORTIONAL = "proportional"  # a part of a head is rotated: frequencies of the other numbers are 0
+"""Well-known families that are not supported, and the feature that is missing."""
+PROPORTIONAL = "proportional"  # only a part of a head is rotated: the frequencies of the rest are 0
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class LayerKind(NamedTuple):
-    """Layer type, as transformers names it, the window of its attention in tokens, None for all, and the number of
-    queries for a key."""
+    """Layer type of transformers, attention window in tokens (None for all), and query heads per KV head."""
 
     name: str
     window: int | None
@@ -50,7 +49,7 @@ class LayerKind(NamedTuple):
 
 
 class LayerInputs:
-    """Inputs that each layer has of its own for every token, by the token and its embedding (small Gemma 4)."""
+    """Per-layer inputs of every token, computed from the token and its embedding (small Gemma 4 models)."""
 
     def __init__(self, body: Any) -> None:
         self._embed, self._norm = body.embed_tokens_per_layer, body.per_layer_projection_norm
@@ -58,14 +57,14 @@ class LayerInputs:
         self._scales = body.per_layer_model_projection_scale, body.per_layer_input_scale
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Tokens [N], embeddings [N, hidden] -> [N, layers * numbers of an input]."""
+        """Tokens [N], embeddings [N, hidden] -> [N, layers * width of an input]."""
         projected = (self._projection(hidden) * self._scales[0]).unflatten(1, (-1, len(self._norm.weight)))
         inputs: Tensor = (self._norm(projected).flatten(1) + self._embed(tokens)) * self._scales[1]
         return inputs
 
 
 class Decoder:
-    """The layers of a model, its embeddings and its LM head. Raises ValueError for an unsupported family.
+    """Layers, embeddings and LM head of a model. Raises ValueError for an unsupported family or option.
 
     The model's linear layers are prepared in place, once; the model can still be called as usual.
     """
@@ -87,7 +86,7 @@ class Decoder:
         self.head = prepared(model, "lm_head")
         self._kind = model.dtype, model.device
         if self.head.is_packed and is_new:
-            leave_file(model)
+            copy_mapped_weights(model)
             use_huge_pages()
 
     @property
@@ -117,11 +116,11 @@ class Decoder:
     def __call__(
         self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
+        """Normed hidden states [N, hidden] of packed tokens [N], and features [N, F * hidden] after F layers."""
         hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
         inputs = None if self._inputs is None else self._inputs(tokens, hidden)
         tables = {name: rotary.table(cache, hidden) for name, rotary in self._rotaries.items()}
-        # On a GPU few tokens run by a CUDA graph; prompts are too wide.
+        # On a GPU, passes of few tokens run as a CUDA graph; prompts are too wide.
         most = self._layers.most_captured
         if most and len(packing.parts) == 1:
             in_box = partial(self._in_box, tables, tuple(feature_layers))
@@ -142,18 +141,18 @@ class Decoder:
         feature_layers: Sequence[int],
         both: Tensor,
         box: Box,
-        places: BoxPlaces,
+        box_tokens: BoxTokens,
         packing: Packing,
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
         def masks_of(window: int | None, groups: int) -> list[Mask]:
-            return [Mask(packing, box.visible(places, window), groups, both.dtype)]
+            return [Mask(packing, box.visible(box_tokens, window), groups, both.dtype)]
 
         hidden, inputs = both, None
         if self._inputs is not None:
             width = self.embed.embedding_dim
             hidden, inputs = both[:, :width].contiguous(), both[:, width:]
-        return self._run(hidden, inputs, tables, places.positions, cache, masks_of, feature_layers)
+        return self._run(hidden, inputs, tables, box_tokens.positions, cache, masks_of, feature_layers)
 
     def _run(
         self,
@@ -165,7 +164,7 @@ class Decoder:
         masks_of: Callable[[int | None, int], list[Mask]],
         feature_layers: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers; those of one kind share its rotary embeddings and masks."""
+        """Run the layers; layers of one kind share rotary embeddings and masks."""
         rotary = {name: table.at(positions) for name, table in tables.items()}
         masks = {kind: masks_of(*kind) for kind in {(kind.window, kind.groups) for kind in self._kinds}}
         rotaries, all_masks = (
@@ -198,7 +197,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 
 
 def full_rope(config: Any) -> dict[str, Any]:
-    """Rotary parameters of the layers that see the whole text, as a draft may have them."""
+    """Rotary parameters of the full-attention layers, for a draft: type "proportional" becomes "default"."""
     rope = config.rope_parameters or {}
     rope = dict(rope.get("full_attention", rope))
     if rope.get("rope_type") == PROPORTIONAL:
@@ -217,13 +216,15 @@ def check_network(config: Any) -> None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         if (method, config.model_type) != ("mxfp4", "gpt_oss"):
             raise ValueError(f"target with quantization_config {method}: only gpt-oss's mxfp4 is supported")
-    of_gemma = (
+    gemma_options = (
         ("hidden_activation", ("gelu_pytorch_tanh",)),
         *((name, (None,)) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
         ("use_bidirectional_attention", (False, None)),
     )
-    of_gemma4 = ("hidden_activation", ("gelu_pytorch_tanh",)), ("use_bidirectional_attention", ("vision", None))
-    names = {"gemma3_text": of_gemma, "gemma4_text": of_gemma4}.get(config.model_type, (("hidden_act", ("silu",)),))
+    gemma4_options = ("hidden_activation", ("gelu_pytorch_tanh",)), ("use_bidirectional_attention", ("vision", None))
+    names = {"gemma3_text": gemma_options, "gemma4_text": gemma4_options}.get(
+        config.model_type, (("hidden_act", ("silu",)),)
+    )
     options: list[tuple[str, Any, Sequence[Any]]] = [
         (name, getattr(config, name), allowed) for name, allowed in names
     ]
@@ -235,11 +236,11 @@ def check_network(config: Any) -> None:
             options.append(("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0), (1.0,)))
     for name, value, supported in options:
         if value not in supported:
-            raise ValueError(f"target option {name} = {value}: supported is {', '.join(map(str, supported))}")
+            raise ValueError(f"target option {name} = {value}: supported: {', '.join(map(str, supported))}")
 
 
 def _check_hybrid(config: Any) -> None:
-    """Raise ValueError for a hybrid network whose states have a shape that is not built."""
+    """Raise ValueError for a hybrid network with unsupported shapes of states or types of layers."""
     for name in ("linear_key_head_dim", "linear_value_head_dim"):
         if getattr(config, name) % STRIP:
             raise ValueError(f"target option {name} = {getattr(config, name)}: must be a multiple of {STRIP}")

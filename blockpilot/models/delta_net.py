@@ -1,14 +1,13 @@
-"""Gated DeltaNet (arXiv 2412.06464) over the chains and trees of a pass, as in Qwen3.5: a recurrent state a row.
+"""Gated DeltaNet (arXiv 2412.06464) over the chains and trees of a pass, as in Qwen3.5: one recurrent state per row.
 
 A token's queries, keys and values pass a short causal convolution. Every head then decays its matrix S [key_dim,
 value_dim], moves its value for the key k towards the token's value v, and reads it with the query q:
 
     S = exp(g) S;  S = S + k (beta (v - k S));  output = q S
 
-A token of a tree starts from its parent's matrix, and its convolution reads its ancestors. Prompts take the same rule
-as single tokens, token by token: the chunked rule of transformers rounds otherwise, and a text would depend on the
-parts of its prompt. Here torch computes the tokens of one depth together, for all rows; native_hybrid.py is the
-version in C.
+A token of a tree starts from its parent's matrix, and its convolution reads its ancestors. Prompts are also computed
+token by token: the chunked rule of transformers rounds differently, and a text would depend on the chunks of its
+prefill. Here torch computes the tokens of one depth together, for all rows; native_hybrid.py is the version in C.
 """
 
 from collections.abc import Sequence
@@ -34,12 +33,12 @@ class DeltaNetWeights:
         self.shape = shape
         names = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
         self.project = prepared(module, *names)
-        """Inputs of the convolution [channels], gates of the output, and numbers of beta and of the decay by head."""
+        """Inputs of the convolution [channels], gates of the output, and inputs of beta and of the decay by head."""
         self.out = prepared(module, "out_proj")
         self.taps = module.conv1d.weight.detach()[:, 0].T.contiguous()
         """Weights of the convolution [kernel, channels]."""
         self.rates = module.A_log.detach().float().exp()
-        """[value_heads], as are time_bias."""
+        """[value_heads], like time_bias."""
         self.time_bias = module.dt_bias.detach().float().clone()
         self.norm = module.norm.weight.detach().float().clone()
         """[value_dim]"""
@@ -51,16 +50,16 @@ class StateLevel(NamedTuple):
     tokens: Tensor
     """[n]"""
     parents: Tensor
-    """[n]: indices of their parents in the level before; at depth 0, of their rows."""
+    """[n]: indices of their parents in the level before; at depth 0, indices of their rows."""
     final: Tensor | None
-    """[2, m]: indices of the tokens whose states their slots keep, and their rows; None if there are none."""
+    """[2, m]: indices of the tokens whose states are stored in slots, and their rows; None if there are none."""
 
 
 class StatePass:
     """Order of a pass's tokens [N] for recurrent layers, by the parts of its packing and the slots of its rows [R].
 
-    A token's sources [kernel] are its ancestors and itself, oldest first: below R * (kernel - 1) they are places in
-    the windows of the rows, above tokens.
+    A token's sources [kernel] in the convolution are its ancestors and itself, oldest first: indices into the rows'
+    windows (the first R * (kernel - 1)) followed by the pass's tokens.
     """
 
     def __init__(self, parts: Sequence[Packing], slots: Tensor, kernel: int) -> None:
@@ -71,7 +70,7 @@ class StatePass:
         self.slots, self.kernel, self.sizes = slots, kernel, np.array(sizes)
         self.firsts = np.cumsum([0, *sizes[:-1]])
         self.is_text = np.concatenate([np.arange(len(part.sizes)) >= part.num_blocks for part in parts])
-        """[R]: all tokens are final."""
+        """[R]: True for a text, whose tokens are all accepted; False for a block."""
         self.is_chain = np.ones(len(sizes), dtype=bool)
         self.new_rows = [row for row, start in enumerate(starts) if start == 0]
         """Rows whose texts begin in this pass."""
@@ -79,8 +78,8 @@ class StatePass:
         rows = np.repeat(np.arange(len(sizes)), self.sizes)
         offsets = np.arange(len(rows)) - self.firsts[rows]
         self.parents, self.depths = offsets - 1, offsets.copy()
-        """[N]: inside the row; -1 for its first token."""
-        # 2. Their sources: the tokens before, and those of the window before the row's first one.
+        """[N], both relative to the row; the parent of its first token is -1."""
+        # 2. Their sources: the tokens before, and, before the row's first token, the inputs in its window.
         before = np.arange(1 - kernel, 1)
         kept, in_row = len(sizes) * (kernel - 1), offsets[:, None] + before
         in_window = rows[:, None] * (kernel - 1) + kernel - 1 + in_row
@@ -103,47 +102,47 @@ class StatePass:
 
     @property
     def num_block_tokens(self) -> int:
-        """Tokens of the blocks, which come first."""
+        """Number of tokens of the blocks, which come first."""
         return int(self.sizes[~self.is_text].sum())
 
     @property
     def most_nodes(self) -> int:
-        """Tokens of the largest tree; 1 for chains."""
+        """Number of tokens of the largest tree; 1 if all rows are chains."""
         return int(self.sizes[~self.is_chain].max(initial=1))
 
     @cached_property
     def levels(self) -> list[StateLevel]:
-        """The tokens in the order of their depths, on the device of the slots."""
-        # 1. The tokens by depth, and the index of each among those of its depth.
+        """Tokens grouped by depth, ascending, on the device of the slots."""
+        # 1. Tokens ordered by depth, and the index of each among the tokens of its depth.
         order = np.argsort(self.depths, kind="stable")
         ends = np.cumsum(np.bincount(self.depths))
         index = np.empty_like(order)  # of every token in its level
         index[order] = np.arange(len(order)) - np.concatenate([[0], ends])[self.depths[order]]
         # 2. The states that tokens start from: of their parents in the level before, or of their rows.
         rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        of_parent = np.where(self.parents < 0, rows, index[self.firsts[rows] + np.maximum(self.parents, 0)])
-        # 3. The tokens whose states slots keep: the last one of a text, the anchor of a block.
+        parent_index = np.where(self.parents < 0, rows, index[self.firsts[rows] + np.maximum(self.parents, 0)])
+        # 3. Tokens whose states are stored in their slots: the last one of a text, the anchor of a block.
         final = dict[int, list[tuple[int, int]]]()
         for row, last in enumerate(self.firsts + np.where(self.is_text, self.sizes - 1, 0)):
             final.setdefault(int(self.depths[last]), []).append((int(index[last]), row))
         levels, device, sizes = list[StateLevel](), self.slots.device, np.diff(ends, prepend=0).tolist()
-        by_level = (torch.from_numpy(x).to(device).split(sizes) for x in (order, of_parent[order]))
+        by_level = (torch.from_numpy(x).to(device).split(sizes) for x in (order, parent_index[order]))
         for depth, (tokens, parents) in enumerate(zip(*by_level, strict=True)):
-            of_level = torch.tensor(final[depth], device=device).T if depth in final else None
-            levels.append(StateLevel(tokens, parents, of_level))
+            finals = torch.tensor(final[depth], device=device).T if depth in final else None
+            levels.append(StateLevel(tokens, parents, finals))
         return levels
 
 
 class Mixed(NamedTuple):
-    """Inputs of the recurrence of tokens [N], in float32, with a key and a query for every head of values."""
+    """Inputs of the recurrence for tokens [N], in float32; queries and keys are repeated for every value head."""
 
     queries: Tensor
-    """[N, value_heads, key_dim], as are keys."""
+    """[N, value_heads, key_dim], like keys."""
     keys: Tensor
     values: Tensor
     """[N, value_heads, value_dim]"""
     decays: Tensor
-    """[N, value_heads]: exp(g), and beta."""
+    """[N, value_heads]: exp(g). betas have the same shape."""
     betas: Tensor
 
     def at(self, tokens: Tensor) -> "Mixed":
@@ -151,7 +150,7 @@ class Mixed(NamedTuple):
 
 
 def mixed(net: DeltaNetWeights, projected: Tensor, windows: Tensor, order: StatePass) -> Mixed:
-    """Convolution of projected tokens [N, ...] after the rows' windows [R, kernel - 1, channels], and the rest."""
+    """Inputs of the recurrence, from projected tokens [N, ...] and windows [R, kernel - 1, channels] of the rows."""
     shape = net.shape
     # 1. The convolution: each tap reads one source of every token, from a row's window or from the pass.
     inputs, _, betas, times = projected.split(net.project.sizes, dim=-1)
@@ -160,7 +159,7 @@ def mixed(net: DeltaNetWeights, projected: Tensor, windows: Tensor, order: State
     total = sum(known[sources[:, tap]].float() * net.taps[tap].float() for tap in range(shape.kernel))
     assert isinstance(total, Tensor)
     convolved = functional.silu(total.to(inputs.dtype))
-    # 2. Heads of unit length; heads of values that share a key get a copy of it.
+    # 2. L2-normalized queries and keys, repeated for the value heads that share them.
     keys = shape.key_heads * shape.key_dim
     parts = convolved.float().split([keys, keys, shape.value_heads * shape.value_dim], dim=-1)
     queries, keys_of, values = (x.unflatten(1, (-1, dim)) for x, dim in zip(parts, _dims(shape), strict=True))
@@ -181,20 +180,20 @@ def _unit(x: Tensor) -> Tensor:
 def advanced(states: Tensor, tokens: Mixed) -> Tensor:
     """States [n, value_heads, key_dim, value_dim] after one token each."""
     states = states * tokens.decays[..., None, None]
-    # What the key holds moves towards the token's value: the delta rule.
+    # Delta rule: the value stored for the key moves towards the token's value.
     read = (states * tokens.keys[..., None]).sum(dim=-2)
     change = (tokens.values - read) * tokens.betas[..., None]
     return states + tokens.keys[..., None] * change[..., None, :]
 
 
 def scan(tokens: Mixed, order: StatePass, matrices: Tensor) -> Tensor:
-    """Outputs [N, value_heads, value_dim] of tokens; the slots' matrices advance by those that are final."""
+    """Outputs [N, value_heads, value_dim] of tokens. Advances the slots' matrices by texts and anchors, in place."""
     states, out = matrices[order.slots], torch.empty_like(tokens.values)
     for level in order.levels:
-        of_level = tokens.at(level.tokens)
+        level_tokens = tokens.at(level.tokens)
         # Children of one parent each get a copy of its state.
-        states = advanced(states[level.parents], of_level)
-        out[level.tokens] = (states * of_level.queries[..., None]).sum(dim=-2)
+        states = advanced(states[level.parents], level_tokens)
+        out[level.tokens] = (states * level_tokens.queries[..., None]).sum(dim=-2)
         if level.final is not None:
             index, rows = level.final
             matrices[order.slots[rows]] = states[index]
@@ -202,7 +201,7 @@ def scan(tokens: Mixed, order: StatePass, matrices: Tensor) -> Tensor:
 
 
 def gated_norm(net: DeltaNetWeights, out: Tensor, projected: Tensor, eps: float) -> Tensor:
-    """RMSNorm of outputs [N, value_heads, value_dim] in every head, times silu of their gates: [N, out]."""
+    """RMSNorm per head of outputs [N, value_heads, value_dim], times SiLU of their gates: [N, out]."""
     gates, dtype = projected.split(net.project.sizes, dim=-1)[1], projected.dtype
     # Rounded to the dtype where transformers rounds.
     x = out.to(dtype).float()
@@ -212,12 +211,12 @@ def gated_norm(net: DeltaNetWeights, out: Tensor, projected: Tensor, eps: float)
 
 
 def appended(window: Tensor, inputs: Tensor) -> Tensor:
-    """Window [kernel - 1, channels] after the inputs [n, channels] of final tokens."""
+    """Window [kernel - 1, channels] after appending the inputs [n, channels] of accepted tokens."""
     return torch.cat([window, inputs])[len(inputs) :]
 
 
 class KeptBlocks(NamedTuple):
-    """A layer's blocks of a pass, until their accepted tokens are known."""
+    """Inputs of a layer for the blocks of a pass, stored until the accepted tokens are known."""
 
     inputs: Tensor
     """[N, channels], of the convolution."""
@@ -227,9 +226,9 @@ class KeptBlocks(NamedTuple):
 def run(
     net: DeltaNetWeights, projected: Tensor, order: StatePass, windows: Tensor, matrices: Tensor
 ) -> tuple[Tensor, KeptBlocks]:
-    """One layer by torch: outputs [N, value_heads, value_dim] of projected tokens, and its blocks.
+    """One layer in torch: outputs [N, value_heads, value_dim] of projected tokens, and its blocks for `accept`.
 
-    windows [slots, kernel - 1, channels] and matrices advance by the final tokens.
+    Advances windows [slots, kernel - 1, channels] and matrices by texts and anchors, in place.
     """
     inputs = projected[:, : net.shape.channels]
     tokens = mixed(net, projected, windows[order.slots], order)
@@ -244,7 +243,7 @@ def run(
 def accept(
     blocks: KeptBlocks, order: StatePass, paths: Sequence[Sequence[int]], windows: Tensor, matrices: Tensor
 ) -> None:
-    """Advance one layer's states by the nodes of accepted paths [R] after the anchors, by torch."""
+    """Advance one layer's states, in torch, by the accepted paths [R] without their anchors."""
     accepted = [(row, [order.firsts[row] + node for node in path[1:]]) for row, path in enumerate(paths)]
     # 1. Matrices, by the arithmetic of `scan`, one depth of all rows at a time.
     for depth in range(max((len(path) for path in paths), default=1) - 1):

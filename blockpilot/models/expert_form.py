@@ -12,7 +12,7 @@ class ExpertForm(NamedTuple):
     """Layout and activation of experts: Qwen's, or gpt-oss's."""
 
     is_interleaved: bool
-    """A module's weights are [experts, inputs, outputs], and gates and ups alternate (gpt-oss). Else they are
+    """Module weights are [experts, inputs, outputs], gates and ups interleaved (gpt-oss). Otherwise they are
     [experts, outputs, inputs], gates before ups."""
     limit: float = 0.0
     """Bound of gates and ups before the activation; 0 for none."""
@@ -28,7 +28,7 @@ class ExpertForm(NamedTuple):
         return cls(False, gelu=isinstance(getattr(experts, "act_fn", None), GELUTanh))
 
     def outputs_first(self, weights: Tensor) -> Tensor:
-        """Weights as in the module -> a view [..., outputs, inputs]; and back."""
+        """Weights as in the module -> a view [..., outputs, inputs]; its own inverse."""
         return weights.mT if self.is_interleaved else weights
 
     def gates_first(self, rows: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class ExpertForm(NamedTuple):
         return gates, ups
 
     def gated(self, gates: Tensor, ups: Tensor) -> Tensor:
-        """SwiGLU, GeGLU, or gpt-oss's, clamped and with 1 added to the ups."""
+        """SwiGLU, GeGLU, or gpt-oss's clamped SwiGLU with 1 added to the ups."""
         if not self.limit:
             return (functional.gelu(gates, approximate="tanh") if self.gelu else functional.silu(gates)) * ups
         gates, ups = gates.clamp(max=self.limit), ups.clamp(-self.limit, self.limit)
@@ -55,14 +55,14 @@ class ExpertForm(NamedTuple):
 
 
 class RouterForm(NamedTuple):
-    """A router: experts with the best scores are chosen, and weighted by a softmax over all scores."""
+    """Router: selects the experts with the best scores and weights them by a softmax over all scores."""
 
     weight: Tensor
     """Weights of the scores, [experts, inputs]."""
     bias: Tensor | None
     num_chosen: int
     is_normed: bool
-    """Weights of the chosen experts are divided by their sum."""
+    """Weights of the selected experts are divided by their sum."""
     norm: Tensor | None = None
     """Norm weights [inputs] of the input; None if it is normed already."""
     scales: Tensor | None = None

@@ -1,8 +1,8 @@
-"""Mixtures of experts by torch, on any device: an expert multiplies all of its tokens at once.
+"""Mixture of experts in torch, on any device: an expert multiplies all of its tokens together.
 
-Shapes do not depend on the choice of experts, and the host does not wait for it, so CUDA graphs can hold the layers.
-Where torch's grouped product is one product after the other (GPUs before Hopper, types other than bfloat16), few
-tokens multiply copies of the experts that they choose. native_experts.py is the version in C.
+Shapes do not depend on the selected experts, and the host does not wait for them, so CUDA graphs can capture the
+layers. If torch's grouped product is a loop over experts (GPUs before Hopper, types other than bfloat16), few tokens
+multiply copies of their selected experts instead. native_experts.py is the version in C.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from blockpilot.models.expert_form import ExpertForm, RouterForm
 from blockpilot.models.graphs import MOST_TOKENS
 from blockpilot.models.kernels import prepared_experts, router_of
 
-MOST_COPIED = 2**30  # bytes of experts
+MOST_COPIED = 2**30  # bytes of the copied experts
 
 
 class Mixture:
-    """Router and experts of a transformers mixture, without the shared expert that Qwen3.5 has beside it."""
+    """Router and experts of a transformers mixture, without Qwen3.5's shared expert."""
 
     def __init__(self, block: Any) -> None:
         self.prepared = prepared_experts(block)
-        """The experts in C, in place of the block's own; None without C."""
+        """Experts in C, which replace those of the block; None without C."""
         self._router, self._experts = router_of(block), block.experts
         form = RouterForm.of(self._router)
         router = form.weight
@@ -31,13 +31,15 @@ class Mixture:
         if self.prepared is None:
             self._form = ExpertForm.of(block.experts)
             if not _has_grouped_kernel(router):
-                of_expert = sum(weight[0].nbytes for weight in (block.experts.gate_up_proj, block.experts.down_proj))
-                self._most_copied = max(1, MOST_COPIED // (form.num_chosen * of_expert))
+                expert_bytes = sum(
+                    weight[0].nbytes for weight in (block.experts.gate_up_proj, block.experts.down_proj)
+                )
+                self._most_copied = max(1, MOST_COPIED // (form.num_chosen * expert_bytes))
         self.most_captured = min(self._most_copied or MOST_TOKENS, MOST_TOKENS)
         """Maximum number of tokens of a CUDA graph."""
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """Sum of the chosen experts' outputs by their weights, [N, hidden] -> [N, hidden].
+        """Weighted sum of the selected experts' outputs, [N, hidden] -> [N, hidden].
 
         routed: input of the router, by default `x`.
         """
@@ -47,7 +49,7 @@ class Mixture:
             return mixed
         run = self._by_copies if len(x) <= self._most_copied else self._by_groups
         outputs = run(x, ids.flatten(), ids.shape[1])
-        # Outputs of a token's experts are side by side: their weighted sum is one small product.
+        # Outputs of a token's experts are adjacent: their weighted sum is one small product.
         return torch.bmm(weights[:, None].to(x.dtype), outputs.unflatten(0, ids.shape))[:, 0]
 
     def _by_groups(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
@@ -64,7 +66,7 @@ class Mixture:
         return torch.empty_like(outputs).index_copy_(0, order, outputs)
 
     def _by_copies(self, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
-        """As `_by_groups`, each row by its copy of the expert."""
+        """The same as `_by_groups`, but every row multiplies its own copy of the expert."""
 
         def multiply(name: str, rows: Tensor) -> Tensor:
             weights = self._form.outputs_first(getattr(self._experts, name)[ids])
@@ -82,7 +84,7 @@ class Mixture:
 
 
 def _has_grouped_kernel(weight: Tensor) -> bool:
-    """Grouped products on the weight's device need nothing from the host."""
+    """True if grouped products with this weight do not wait for the host."""
     if weight.device.type != "cuda":
         return True
     return weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)

@@ -1,8 +1,8 @@
-"""CUDA graphs of passes over a SlotCache: a pass of few tokens is hundreds of small kernels, launched by one call.
+"""CUDA graphs of passes over a SlotCache: one call launches the hundreds of small kernels of a pass of few tokens.
 
 A graph has fixed shapes, so rows are padded to a box of a grid: the numbers of rows and of tokens per row are rounded
 up to powers of two, the number of columns read to a few lengths. Row r of a box is slot r. Padding repeats the first
-token of its row, so that it chooses no other experts, and is stored in the last column of its slot, which no box
+token of its row, so that it selects no other experts, and is stored in the last column of its slot, which no box
 reads: with graphs this column must stay free of tokens. Wider passes (prompts) run kernel by kernel.
 """
 
@@ -19,16 +19,16 @@ from blockpilot.models.packing import Packing, within
 
 MOST_WIDTH, MOST_TOKENS = 32, 512  # maxima of a box
 LEAST_LENGTH = 256  # columns
-ALIGNMENT = 8  # columns of a mask: attention kernels copy unaligned ones
+ALIGNMENT = 8  # columns of a mask: attention kernels copy unaligned masks
 
 
-class BoxPlaces(NamedTuple):
-    """Inputs of a box's pass for its R * W tokens or padding, int64 each."""
+class BoxTokens(NamedTuple):
+    """Inputs of a box's pass, int64 [R * W] each, for its tokens and padding."""
 
     columns: Tensor
     positions: Tensor
     follows: Tensor
-    """Bit i is set if the token sees token i of its row: its ancestors and itself."""
+    """Bit i is set if the token attends to token i of its row: its ancestors and itself."""
     starts: Tensor
     """The column of the row's first token."""
     ends: Tensor
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
     @classmethod
     def around(cls, packing: Packing, slots: Sequence[int], num_slots: int, num_columns: int) -> Self | None:
-        """The smallest box of the grid for rows in `slots`; None if they are too large for any."""
+        """The smallest box of the grid for rows in `slots`; None if no box is large enough."""
         rows, width = min(_power_of_two(max(slots) + 1), num_slots), _power_of_two(packing.width)
         most = num_columns - 1
         if width > MOST_WIDTH or rows * width > MOST_TOKENS or packing.length > most:
@@ -55,26 +55,26 @@ class Box(NamedTuple):
         return cls(rows, width, next(n for n in lengths if packing.length <= n <= most))
 
     def packing(self, device: torch.device) -> Packing:
-        """Packing of a box without padding."""
+        """Packing of a box in which all rows are full."""
         return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device)
 
-    def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
-        """`BoxPlaces` [5, R * W] on the host, the index in the box of each token [N], and the token at each index."""
+    def tokens(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
+        """[7, R * W] on the host: `BoxTokens`, each token's index in the box [N], and the token at each index."""
         # Slots without a row, and indices beyond a row's end, are padding.
         # 1. Sizes and starts of the rows of the box.
         row_slots, (sizes, starts, firsts) = np.array(slots), np.zeros((3, self.rows, 1), dtype=np.int64)
         sizes[row_slots, 0], starts[row_slots, 0] = packing.sizes, packing.starts
         firsts[row_slots, 0] = packing.firsts
         offsets = np.arange(self.width)
-        # 2. Depths of tokens, and what they see of their rows. Of a chain a token's depth is its offset, and it sees
-        # all before it: bits 0 .. offset.
+        # 2. Depths of tokens, and the tokens of their rows that they attend to. In a chain a token's depth is its
+        # offset, and it attends to itself and all tokens before it: bits 0 .. offset.
         depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
         for slot, row_depths, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
             depths[slot, : len(row_depths)] = row_depths
             follows[slot, : len(row_depths)] = _followed_bits(parents)
-        # 3. The fields of `BoxPlaces`, and both maps between the packing and the box.
+        # 3. The fields of `BoxTokens`, and both maps between the packing and the box.
         is_token, numbers = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
-        # Padding is stored in the last column, and sees the first token only: a finite number.
+        # Padding is stored in the last column; in its row it attends to the first token only, so it stays finite.
         numbers[0] = np.where(is_token, starts + offsets, num_columns - 1)
         numbers[1] = np.where(is_token, starts + depths, starts)
         numbers[2] = np.where(is_token, follows, 1)
@@ -85,21 +85,21 @@ class Box(NamedTuple):
         return torch.from_numpy(np.concatenate([numbers, tokens[None]]).reshape(7, -1))
 
     def slots(self, device: torch.device) -> Tensor:
-        """The slot of every token or padding, [R * W]."""
+        """Slot of every token, padding included, [R * W]."""
         return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten()
 
-    def visible(self, places: BoxPlaces, window: int | None = None) -> Tensor:
-        """Mask [R, 1, W, length] of visible columns: those before the row, and of the token and its ancestors.
+    def visible(self, box_tokens: BoxTokens, window: int | None = None) -> Tensor:
+        """Attention mask [R, 1, W, length]: columns before the row, and those of the token and its ancestors.
 
-        window: only of tokens less than that many positions before.
+        window: only columns of tokens less than this many positions before.
         """
-        starts, follows = (t.view(self.rows, self.width, 1) for t in (places.starts, places.follows))
+        starts, follows = (t.view(self.rows, self.width, 1) for t in (box_tokens.starts, box_tokens.follows))
         inside = torch.arange(self.length, device=starts.device) - starts  # index in the row; negative before it
         followed = (follows >> inside.clamp(0, self.width - 1)) & 1
         visible = ((inside < 0) | ((inside < self.width) & (followed > 0)))[:, None]
         if window is None or self.length <= window:
             return visible
-        positions = places.positions.view(self.rows, self.width)
+        positions = box_tokens.positions.view(self.rows, self.width)
         return within(window, visible, positions, starts[:, 0, 0])
 
 
@@ -157,26 +157,26 @@ class Graphs:
         return len(self._captured)
 
     @torch.inference_mode()
-    def of_box(
+    def run_box(
         self,
         key: Hashable,
-        function: Callable[[Tensor, BoxPlaces], tuple[Tensor, ...]],
+        function: Callable[[Tensor, BoxTokens], tuple[Tensor, ...]],
         hidden: Tensor,
         box: Box,
-        places: Tensor,
+        box_tokens: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Outputs [N, ...] for tokens [N, hidden], of a function of a box's hidden states [R * W, hidden]."""
+        """Outputs [N, ...] for tokens [N, hidden] of `function`, which runs on the padded box [R * W, hidden]."""
         num = len(hidden)
         # 1. The function and its static inputs, made when the box first occurs.
         captured = self._captured.get(key)
         if captured is None:
             boxed = hidden.new_zeros(box.rows * box.width, hidden.shape[1])
-            numbers = torch.zeros(places.shape, dtype=torch.int64, device=hidden.device)
-            captured = Captured(lambda states, rows: function(states, BoxPlaces(*rows[:5])), (boxed, numbers))
+            numbers = torch.zeros(box_tokens.shape, dtype=torch.int64, device=hidden.device)
+            captured = Captured(lambda states, rows: function(states, BoxTokens(*rows[:5])), (boxed, numbers))
             self._captured[key] = captured
         # 2. Inputs of this pass: tokens move to their indices in the box, and padding repeats first tokens.
         boxed, numbers = captured.inputs
-        numbers.copy_(sent(places, numbers.device))
+        numbers.copy_(sent(box_tokens, numbers.device))
         indices = numbers[5, :num]
         torch.index_select(hidden, 0, numbers[6], out=boxed)
         # 3. Copies of the outputs: the next run of the graph overwrites them.
@@ -186,7 +186,7 @@ class Graphs:
         return tuple(outputs)
 
     @torch.inference_mode()
-    def of_tokens(
+    def run_tokens(
         self, key: Hashable, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[tuple[Tensor, int]]
     ) -> tuple[Tensor, ...] | None:
         """Outputs [N, ...] of a function of [N, ...] tensors, each with its padding value; None if N is too large."""

@@ -1,7 +1,7 @@
-"""Layers of a hybrid decoder (Qwen3.5, or its mixture) over packed tokens and a StateCache, by torch on any device.
+"""Layers of a hybrid decoder (Qwen3.5, Qwen3.5-MoE) over packed tokens and a StateCache, in torch on any device.
 
-Most layers are gated DeltaNets (delta_net.py), which keep a state; every fourth is attention with keys and values,
-whose output is gated, and whose heads are rotated in their first part only. native_hybrid.py is the version in C.
+Most layers are gated DeltaNets (delta_net.py) with a recurrent state. Every fourth is attention with keys and values,
+gated outputs, and rotary embeddings of only the first part of a head. native_hybrid.py is the version in C.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from blockpilot.native.products import Padding
 
 
 def norm_weight(norm: Any) -> Tensor:
-    """Weight of a Qwen3_5RMSNorm in float32: it stores the difference from 1."""
+    """Weight of a Qwen3_5RMSNorm in float32; the module stores weight - 1."""
     return cast(Tensor, 1 + norm.weight.detach().float())
 
 
@@ -33,7 +33,7 @@ class GatedAttentionWeights:
 
     def __init__(self, module: Any) -> None:
         self.qkv = prepared(module, "q_proj", "k_proj", "v_proj")
-        """A query and a gate for each head, then keys, then values."""
+        """Queries interleaved with their gates by head, then keys, then values."""
         self.out = prepared(module, "o_proj")
         self.norms = torch.stack([norm_weight(module.q_norm), norm_weight(module.k_norm)])
         """[2, head_dim], of queries and of keys, in float32."""
@@ -44,12 +44,13 @@ class HybridWeights:
 
     def __init__(self, module: Any, shape: StateShape, index: int) -> None:
         self.index = index
-        """Among the layers of its kind, which is its place in the cache."""
-        self.before, self.after = norm_weight(module.input_layernorm), norm_weight(module.post_attention_layernorm)
+        """Index among the layers of its kind, and in the cache."""
+        self.attention_in = norm_weight(module.input_layernorm)
+        self.mlp_in = norm_weight(module.post_attention_layernorm)
         self.delta_net = DeltaNetWeights(module.linear_attn, shape) if hasattr(module, "linear_attn") else None
         self.attention = GatedAttentionWeights(module.self_attn) if self.delta_net is None else None
         self.mixture = Mixture(module.mlp) if hasattr(module.mlp, "experts") else None
-        """Experts beside the MLP, which then is the shared expert with a gate for its output."""
+        """Experts, if any; `gate_up` and `down` are then the shared expert, and `shared_gate` gates its output."""
         self.shared_gate = None if self.mixture is None else prepared(module.mlp, "shared_expert_gate")
         mlp = module.mlp if self.mixture is None else module.mlp.shared_expert
         self.gate_up, self.down = prepared(mlp, "gate_proj", "up_proj"), prepared(mlp, "down_proj")
@@ -63,7 +64,7 @@ class HybridPass(NamedTuple):
     masks: Sequence[Mask]
     rotary: Rotary
     native: Any = None
-    """Further inputs of layers in C."""
+    """Additional inputs of layers in C."""
 
     @property
     def states(self) -> StateCache:
@@ -91,9 +92,9 @@ class HybridLayers:
     @property
     def halves(self) -> list[Padding]:
         """Padding of the halves of each attention layer's heads in the cache."""
-        return self._of_attention(Padding(self._dim // 2, self._dim // 2))
+        return self._attention_halves(Padding(self._dim // 2, self._dim // 2))
 
-    def _of_attention(self, halves: Padding) -> list[Padding]:
+    def _attention_halves(self, halves: Padding) -> list[Padding]:
         return [halves for layer in self._layers if layer.attention is not None]
 
     def __call__(
@@ -106,24 +107,24 @@ class HybridLayers:
     ) -> tuple[Tensor, Tensor]:
         """Run all layers on hidden states [N, hidden], in place, as `DecoderLayers` does.
 
-        Rows before the packing's cut are blocks: their states wait for the cache's `accept`.
+        Rows before the packing's cut are blocks: only the cache's `accept` advances their states beyond the anchors.
         """
         in_pass = self._begin(rotaries[0], cache, masks[0])
         delta, after, accepts = None, dict[int, Tensor](), list[Accept]()
-        # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
+        # Each norm also adds the output of the sublayer before it: `delta` is added by the next one.
         for i, layer in enumerate(self._layers):
-            x = self._add_norm(hidden, delta, layer.before)
+            x = self._add_norm(hidden, delta, layer.attention_in)
             if layer.delta_net is None:
                 attended = self._attend(layer, x, in_pass)
             else:
                 attended, accept = self._recur(layer.delta_net, layer.index, x, in_pass)
                 accepts.append(accept)
-            delta = self._mlp(layer, self._add_norm(hidden, attended, layer.after), in_pass)
+            delta = self._mlp(layer, self._add_norm(hidden, attended, layer.mlp_in), in_pass)
             if i in feature_layers:
                 after[i] = hidden + delta
         normed = self._add_norm(hidden, delta, self._norm)
         after[len(self._layers) - 1] = normed  # transformers norms the last layer's output, too
-        # Blocks of anchors alone have advanced the states already.
+        # If all blocks are only anchors, the states have already advanced.
         if in_pass.order.num_block_tokens > int((~in_pass.order.is_text).sum()):
             in_pass.states.accept_states = partial(_accept_all, accepts)
         if not feature_layers:
@@ -135,7 +136,7 @@ class HybridLayers:
         order = StatePass([mask.packing for mask in masks], slots, self.shape.kernel)
         in_pass = HybridPass(cache, order, masks, rotary)
         in_pass.states.begin([int(slots[row]) for row in order.new_rows])
-        in_pass.states.accept_states = None  # of a pass that failed before its paths were known
+        in_pass.states.accept_states = None  # left by a pass that failed before its paths were known
         return in_pass
 
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ class HybridLayers:
         return (x.float() * torch.rsqrt(size + self._eps) * weight).to(x.dtype)
 
     def _mlp(self, layer: HybridWeights, x: Tensor, in_pass: HybridPass) -> Tensor:
-        """MLP, or experts and the gated shared one: [N, hidden] -> [N, hidden]."""
+        """MLP, or experts plus the gated shared expert: [N, hidden] -> [N, hidden]."""
         gate, up = layer.gate_up(x).chunk(2, dim=-1)
         out = layer.down(functional.silu(gate) * up)
         if layer.mixture is None or layer.shared_gate is None:
@@ -167,8 +168,8 @@ class HybridLayers:
         keys, values = heads[:, 2 * num : 2 * num + kv], heads[:, 2 * num + kv :]
         # 2. Norms and rotation, before keys and values are stored.
         queries, keys = (
-            self._rotated(self._norm_of(of_kind, norm), in_pass.rotary)
-            for of_kind, norm in zip((queries, keys), weights.norms, strict=True)
+            self._rotated(self._norm_of(projected, norm), in_pass.rotary)
+            for projected, norm in zip((queries, keys), weights.norms, strict=True)
         )
         in_pass.cache.store(torch.stack([keys, values], dim=1), layer.index)
         # 3. Attention reads the pass's own tokens from the cache, too.
@@ -183,12 +184,12 @@ class HybridLayers:
         return torch.cat([first, rest], dim=-1)
 
     def _recur(self, net: DeltaNetWeights, index: int, x: Tensor, in_pass: HybridPass) -> tuple[Tensor, Accept]:
-        """Output [N, hidden] of a gated DeltaNet; and what advances its states by accepted tokens."""
+        """Output [N, hidden] of a gated DeltaNet, and the function that advances its states by accepted tokens."""
         projected, order = net.project(x), in_pass.order
-        of_layer = in_pass.states.windows[index], in_pass.states.matrices[index]
-        out, blocks = delta_net.run(net, projected, order, *of_layer)
+        layer_states = in_pass.states.windows[index], in_pass.states.matrices[index]
+        out, blocks = delta_net.run(net, projected, order, *layer_states)
         gated = delta_net.gated_norm(net, out, projected, self._eps)
-        windows, matrices = of_layer
+        windows, matrices = layer_states
         return net.out(gated), partial(delta_net.accept, blocks, order, windows=windows, matrices=matrices)
 
 

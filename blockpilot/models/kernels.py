@@ -1,4 +1,4 @@
-"""Linear products with prepared weights: layers that read the same input become one product.
+"""Linear products with prepared weights: layers that read the same input are fused into one product.
 
 On a CPU the weights are packed for the products in C (native/). So that memory does not double, a PreparedLinear
 without weights replaces each layer in the model, which stays callable and keeps a complete state dict. On other
@@ -23,7 +23,7 @@ _MADV_COLLAPSE = 25
 
 
 class Product:
-    """x [..., inputs] -> x @ weight.T + bias, with the outputs of all `layers` side by side."""
+    """x [..., inputs] -> x @ weight.T + bias, with the outputs of all `layers` concatenated."""
 
     def __init__(
         self, layers: Sequence[nn.Linear], inputs: Padding | None = None, outputs: Padding | None = None
@@ -59,7 +59,7 @@ class Product:
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """Weights [outputs, inputs] as one: a view if they are adjacent in memory, else a copy."""
+    """Concatenated weights [outputs, inputs]: a view if they are adjacent in memory, else a copy."""
     first, start = weights[0], weights[0].data_ptr()
     # Adjacent weights are parts of an earlier product, or of a checkpoint that is mapped in memory.
     for weight in weights:
@@ -96,7 +96,7 @@ class PreparedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features], unpacked anew every time."""
+        """[out_features, in_features], unpacked on every access."""
         return self.product.parts()[self.index][0]
 
     @property
@@ -112,9 +112,9 @@ class PreparedLinear(nn.Module):
 def prepared(
     parent: nn.Module, *names: str, inputs: Padding | None = None, outputs: Padding | None = None
 ) -> Product:
-    """The product of the linear layers of these names, made once, in place of the layers' own weights.
+    """Fused product of the linear layers of these names, created once; it replaces the layers' own weights.
 
-    inputs, outputs: their padding if the product is in C.
+    inputs, outputs: padding of the product's inputs and outputs, if it is in C.
     """
     layers: list[Any] = [getattr(parent, name) for name in names]
     if all(isinstance(layer, PreparedLinear) for layer in layers):
@@ -137,12 +137,12 @@ class PreparedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.products, self.scores, self.form, self.router = products, scores, form, router
-        """scores: of all experts."""
+        """scores: product for the router scores of all experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Hidden states [N, hidden], and the experts [N, k] of each token with weights [N, k] -> [N, hidden]."""
         mixed = torch.zeros_like(hidden_states, dtype=torch.float32)
-        # In float32, as C sums. Each expert once, with all its tokens: its weights are read once.
+        # Summed in float32, as in C. Each expert runs once, with all its tokens, so its weights are read once.
         for expert in top_k_index.unique().tolist():
             (gate_up, down), (rows, ranks) = self.products[expert], torch.where(top_k_index == expert)
             expert_outputs = down(self.form.gated(*gate_up(hidden_states[rows]).chunk(2, dim=-1)))
@@ -163,14 +163,14 @@ class PreparedExperts(nn.Module):
 
 
 class ExpertProducts(NamedTuple):
-    """Products of an expert; the first has gates before ups."""
+    """Products of an expert; `gate_up` has gates before ups."""
 
     gate_up: NativeProduct
     down: NativeProduct
 
 
 def prepared_experts(mixture: Any) -> PreparedExperts | None:
-    """Experts in C of a transformers mixture, made once, in place of its own weights; None without C."""
+    """Experts of a transformers mixture in C, created once; they replace its weights. None without C."""
     experts, router = mixture.experts, RouterForm.of(router_of(mixture))
     if isinstance(experts, PreparedExperts):
         return experts
@@ -196,7 +196,7 @@ def prepared_experts(mixture: Any) -> PreparedExperts | None:
 
 
 def router_of(mixture: Any) -> Any:
-    """Module of a mixture that chooses the experts; its outputs end in weights and indices [N, k]."""
+    """Router module of a mixture; its last two outputs are weights and indices [N, k] of the selected experts."""
     return mixture.router if hasattr(mixture, "router") else mixture.gate
 
 
@@ -225,10 +225,10 @@ def use_huge_pages() -> None:
         # The huge pages inside the area: start rounded up, end rounded down.
         start, end = -(-int(first, 16) // HUGE_PAGE) * HUGE_PAGE, int(last, 16) // HUGE_PAGE * HUGE_PAGE
         if rights.startswith("rw") and name in ([], ["[heap]"]) and start < end:
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)  # a refusal changes nothing
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)  # errors are ignored
 
 
-def leave_file(model: nn.Module) -> None:
+def copy_mapped_weights(model: nn.Module) -> None:
     """Copy the remaining weights (embeddings, norms), so that the checkpoint is not kept mapped in memory."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

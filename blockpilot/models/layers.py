@@ -1,7 +1,7 @@
-"""The layers of a decoder, target or draft, over packed tokens and a SlotCache, by torch on any device.
+"""Decoder layers of a target or draft over packed tokens and a SlotCache, in torch on any device.
 
-They compute the same as the model, from the same weights, in few calls: queries, keys and values come from one
-product, gate and up from another; one call a layer stores keys and values. native_layers.py is the version in C.
+They compute the same as the model, from the same weights, with fewer calls: one product for queries, keys and values,
+one for gate and up; one call per layer stores keys and values. native_layers.py is the version in C.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from blockpilot.native.products import INPUTS, Padding
 
 
 class Mask:
-    """Attention mask of a packing: visible [R, 1, width, length] are the columns that each token sees."""
+    """Attention mask of a packing: visible [R, 1, width, length] is true for columns that a token attends to."""
 
     def __init__(self, packing: Packing, visible: Tensor, groups: int, dtype: torch.dtype) -> None:
         self.packing, self.visible = packing, visible.contiguous()
@@ -45,7 +45,7 @@ class LayerForm(NamedTuple):
     offset: float
     """Added to norm weights: 1 in Gemma 3."""
     gelu: bool
-    """MLPs' gates are GELU (its tanh approximation), not SiLU."""
+    """The activation of MLPs is GELU (its tanh approximation), not SiLU."""
     in_float: bool
     """Products with norm weights are in float32 (Gemma)."""
 
@@ -75,27 +75,25 @@ class LayerForm(NamedTuple):
         return normed.mul_(self.offset + weight.float()).to(x.dtype)
 
 
-class BesideNorms(NamedTuple):
-    """Norm weights [hidden] where experts are beside an MLP (Gemma 4)."""
+class ExpertNorms(NamedTuple):
+    """Norm weights [hidden] for inputs and outputs of a layer with experts in parallel with an MLP (Gemma 4)."""
 
-    before: Tensor
-    """Norm of the experts' input."""
-    of_router: Tensor
-    of_experts: Tensor
-    """Norm of the experts' output."""
-    of_mlp: Tensor
+    experts_in: Tensor
+    router_in: Tensor
+    experts_out: Tensor
+    mlp_out: Tensor
 
     @classmethod
     def of(cls, module: Any) -> Self:
         norm = RouterForm.of(module.router).norm
         assert norm is not None
         names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1"
-        before, of_experts, of_mlp = (_copied(getattr(module, name)) for name in names)
-        return cls(before, norm, of_experts, of_mlp)
+        experts_in, experts_out, mlp_out = (_copied(getattr(module, name)) for name in names)
+        return cls(experts_in, norm, experts_out, mlp_out)
 
 
 class InputWeights(NamedTuple):
-    """Weights of what a layer adds at its end, from an input of its own for every token (Gemma 4's small ones)."""
+    """Weights of the gated per-layer input that a layer adds at its end (small Gemma 4 models)."""
 
     gate: Product
     projection: Product
@@ -116,14 +114,14 @@ class LayerWeights:
 
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
         self.form = LayerForm.of(config)
-        # Gemma's layers norm what a sublayer adds, too, by names that have another meaning elsewhere.
+        # Gemma's layers also norm sublayer outputs; post_attention_layernorm has another meaning elsewhere.
         norms_outputs, post_attention = hasattr(module, "pre_feedforward_layernorm"), module.post_attention_layernorm
-        self.before = _copied(module.input_layernorm)
-        self.after = _copied(module.pre_feedforward_layernorm if norms_outputs else post_attention)
+        self.attention_in = _copied(module.input_layernorm)
+        self.mlp_in = _copied(module.pre_feedforward_layernorm if norms_outputs else post_attention)
         """Norm weights [hidden], before attention and before the MLP: copies that layers.c can point to."""
-        self.of_attended = _copied(post_attention) if norms_outputs else None
-        self.of_mlp = _copied(module.post_feedforward_layernorm) if norms_outputs else None
-        """Norm weights [hidden] of what attention and the MLP add; None if it is added as it is."""
+        self.attention_out = _copied(post_attention) if norms_outputs else None
+        self.mlp_out = _copied(module.post_feedforward_layernorm) if norms_outputs else None
+        """Norm weights [hidden] of the outputs of attention and MLP; None if they are not normed."""
         attention, self.dim = module.self_attn, head_dim(config)
         self.num_queries, self.num_kv = config.num_attention_heads, num_kv_heads(config)
         self.head_norms = _head_norms(attention, config)
@@ -135,40 +133,39 @@ class LayerWeights:
         """Factor of the layer's output (Gemma 4)."""
         sinks = getattr(attention, "sinks", None)
         self.sinks: Tensor | None = None if sinks is None else sinks.detach().clone()
-        """Scores [query heads] that take attention from all columns (gpt-oss); None if the model has none."""
+        """Attention sinks [query heads]: extra scores in the softmax (gpt-oss); None if the model has none."""
         heads, hidden = half_heads(config), Padding.to_multiple(config.hidden_size)
         self.halves = heads
         """Padding of the halves of a head in C."""
         names = [name for name in ("q_proj", "k_proj", "v_proj") if getattr(attention, name, None) is not None]
         self.qkv = prepared(attention, *names, outputs=heads)
-        """Queries, then keys, then values; without values if the keys, before their norm, are the values; or queries
-        alone if the keys are those of an earlier layer."""
+        """Queries, then keys, then values. No values if they are the keys before their norm; only queries if the
+        layer reads the keys and values of an earlier one."""
         self.num_made = (len(names) - 1) * self.num_kv
-        """Heads of keys and values in `qkv`."""
+        """Number of key and value heads in `qkv`."""
         self.out = prepared(attention, "o_proj", inputs=heads, outputs=hidden)
         self.gate_up: Product | None = None
         self.down: Product | None = None
         self.mixture: Mixture | None = None
-        """Replaces gate_up and down if the layer is a mixture of experts, or is beside them if there are norms
-        `beside`."""
-        self.beside = BesideNorms.of(module) if hasattr(module, "router") else None
+        """Experts: replace gate_up and down, or run in parallel with them if there are `expert_norms`."""
+        self.expert_norms = ExpertNorms.of(module) if hasattr(module, "router") else None
         if hasattr(module.mlp, "gate_proj"):
             inner = Padding.to_multiple(module.mlp.gate_proj.out_features)
             self.gate_up = prepared(module.mlp, "gate_proj", "up_proj", outputs=inner)
             self.down = prepared(module.mlp, "down_proj", inputs=inner, outputs=hidden)
         else:
             self.mixture = Mixture(module.mlp)
-        if self.beside is not None:
+        if self.expert_norms is not None:
             self.mixture = Mixture(module)
         self.inputs = InputWeights.of(module) if hasattr(module, "per_layer_input_gate") else None
         self.convolutions: list[Any] = [getattr(module, name, None) for name in ("attention_conv", "mlp_conv")]
-        """Modules of DFlash 2 (drafts/dflash.py) around attention and the MLP; None if there are none."""
+        """`BlockConvolution`s (DFlash 2, drafts/dflash.py) around attention and the MLP; None if there are none."""
         for convolution in filter(None, self.convolutions):
             prepared(convolution, "kernel_projection")
 
     @property
     def num_inputs(self) -> int:
-        """Numbers of the layer's own input for a token."""
+        """Width of the layer's per-layer input of a token; 0 if it has none."""
         return 0 if self.inputs is None else self.inputs.gate.sizes[0]
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -216,7 +213,7 @@ class DecoderLayers:
         self._form = LayerForm.of(config)
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         most = min((mixture.most_captured for mixture in mixtures), default=MOST_TOKENS)
-        # Graphs of mixtures have only run uncaptured so far, on a CPU.
+        # Graphs of mixtures have only been run uncaptured, on a CPU, so they are disabled on GPUs.
         self.most_captured = 0 if mixtures and norm.is_cuda else most
         """Maximum number of tokens of a CUDA graph; 0 for none."""
 
@@ -238,25 +235,24 @@ class DecoderLayers:
         first_input: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers on hidden states [N, hidden], in place, each by its rotary embeddings [layers] and masks
-        [layers], those of the packing's parts.
+        """Final hidden states [N, hidden], normed, and features [N, F * hidden] after the F `feature_layers`.
 
+        Overwrites `hidden` [N, hidden]. rotaries [layers]; masks [layers], each one mask per part of the packing.
         first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. inputs [N,
-        layers * P]: of layers that have `InputWeights`. Returns the final hidden states [N, hidden], normed, and the
-        features after F `feature_layers`, [N, F * hidden].
+        layers * P]: per-layer inputs, for layers that have `InputWeights`.
         """
         delta, scalar, after = None, 1.0, dict[int, Tensor]()
-        # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
+        # Each norm also adds the output of the sublayer before it: `delta` is added by the next one.
         for i, layer in enumerate(self._layers):
             x = first_input if i == 0 else None
-            x = self._add_norm(hidden, delta, layer.before, scalar) if x is None else x
+            x = self._add_norm(hidden, delta, layer.attention_in, scalar) if x is None else x
             attend = partial(self._attend, i, rotary=rotaries[i], cache=cache, masks=masks[i])
-            of_attention, of_mlp = layer.convolutions
-            attended = self._normed(_through(of_attention, x, masks[i], attend), layer.of_attended)
-            delta = _through(of_mlp, self._add_norm(hidden, attended, layer.after), masks[i], layer.mlp)
-            if layer.beside is not None:
-                delta = self._with_experts(layer, hidden, delta, layer.beside)
-            delta = self._normed(delta, layer.of_mlp)
+            attention_conv, mlp_conv = layer.convolutions
+            attended = self._normed(_through(attention_conv, x, masks[i], attend), layer.attention_out)
+            delta = _through(mlp_conv, self._add_norm(hidden, attended, layer.mlp_in), masks[i], layer.mlp)
+            if layer.expert_norms is not None:
+                delta = self._with_experts(layer, hidden, delta, layer.expert_norms)
+            delta = self._normed(delta, layer.mlp_out)
             if layer.inputs is not None and inputs is not None:
                 gate = functional.gelu(layer.inputs.gate(hidden.add_(delta)), approximate="tanh")
                 layer_input = inputs.unflatten(1, (len(self._layers), -1))[:, i]
@@ -271,7 +267,7 @@ class DecoderLayers:
         return normed, torch.cat([after[i] for i in feature_layers], dim=-1)
 
     def project(self, features: Tensor, fused: ContextProjection, rotary: Rotary, cache: SlotView) -> Tensor:
-        """Store all layers' keys and values of the contexts of features [N, F]; returns the contexts [N, hidden]."""
+        """Project features [N, F] to contexts [N, hidden], returned; stores their keys and values in all layers."""
         contexts = self._norm_of(fused.product(features), fused.norm)
         for i in range(len(self._layers)):
             self._store(i, contexts, rotary, cache)
@@ -288,12 +284,12 @@ class DecoderLayers:
         num, num_kv = layer.num_queries, layer.num_kv
         heads = layer.qkv(x).view(len(x), -1, layer.dim)  # queries, then keys, then values
         # Queries and keys are normed and rotated together, in place: they are views of one product's output.
-        rotated, values = heads[:, : num + num_kv], None  # without keys these are the queries
+        rotated, values = heads[:, : num + num_kv], None  # only queries if the layer has no keys
         if layer.norms_values:
             values = functional.rms_norm(heads[:, -num_kv:].float(), (layer.dim,), eps=self._form.eps).to(x.dtype)
         if layer.head_norms is not None:
             self._form.norm_heads(rotated, layer.head_norms)
-        # x * cos + swapped halves of x * sin, of which the first half is negated in the table.
+        # x * cos + (x with swapped halves) * sin; the first half of sin is negated in the table.
         torch.addcmul(rotated * rotary.cosines, rotated.roll(layer.dim // 2, -1), rotary.sines, out=rotated)
         if not layer.num_made:
             return heads
@@ -309,11 +305,11 @@ class DecoderLayers:
             _scaled(hidden.add_(delta), scalar)
         return self._norm_of(hidden, weight)
 
-    def _with_experts(self, layer: LayerWeights, hidden: Tensor, delta: Tensor, norms: BesideNorms) -> Tensor:
-        """Sum of an MLP's output and that of the experts beside it, for hidden states [N, hidden], each normed."""
+    def _with_experts(self, layer: LayerWeights, hidden: Tensor, delta: Tensor, norms: ExpertNorms) -> Tensor:
+        """Sum of `delta`, an MLP's output, and the output of its parallel experts for `hidden`, each normed."""
         assert layer.mixture is not None
-        mixed = layer.mixture(self._norm_of(hidden, norms.before), hidden)
-        return self._norm_of(delta, norms.of_mlp) + self._norm_of(mixed, norms.of_experts)
+        mixed = layer.mixture(self._norm_of(hidden, norms.experts_in), hidden)
+        return self._norm_of(delta, norms.mlp_out) + self._norm_of(mixed, norms.experts_out)
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
         """Output of a sublayer [N, hidden], normed if there are weights for it."""
@@ -324,7 +320,7 @@ class DecoderLayers:
 
 
 def _through(convolution: Any, x: Tensor, masks: Sequence[Mask], sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-    """A sublayer of x [N, hidden], convolved if there is a convolution."""
+    """Output of a sublayer for x [N, hidden], convolved if there is a convolution."""
     return sublayer(x) if convolution is None else convolution(x, masks[0].packing.offsets, sublayer)
 
 

@@ -26,11 +26,11 @@ class ExpertsStruct(Structure):
     )
 
 
-class RoomStruct(Structure):
-    """`struct room_of_experts`."""
+class BuffersStruct(Structure):
+    """`struct expert_buffers`."""
 
     _fields_ = (
-        *fields(c_void_p, "scores", "weights", "ids", "places", "x", "gate_up", "gated", "found"),
+        *fields(c_void_p, "scores", "weights", "ids", "indices", "x", "gate_up", "gated", "outputs"),
         *fields(c_void_p, "up", "down", "shares"),
     )
 
@@ -42,7 +42,7 @@ class BatchStruct(Structure):
 
 
 class NativeExperts:
-    """The struct of a layer's experts."""
+    """`struct experts` of a layer."""
 
     def __init__(self, experts: PreparedExperts) -> None:
         num = len(experts.products)
@@ -55,37 +55,37 @@ class NativeExperts:
         self.struct = ExpertsStruct(*sizes, form.limit, form.alpha, experts.scores.linear, scales, gate_up, down)
 
 
-class RoomOfExperts:
-    """Buffers for `threads` threads and tokens like `hidden` [N, hidden], for any of a model's experts."""
+class ExpertBuffers:
+    """Buffers for `threads` threads and tokens like `hidden` [N, hidden], shared by all layers of a model."""
 
     def __init__(self, experts: Sequence[NativeExperts], hidden: Tensor, threads: int) -> None:
-        # The same buffers for all layers, as large as the largest layer needs.
+        # As large as the largest layer needs.
         num = chosen = inner = 0
         for layer in experts:
             num, chosen = max(num, layer.struct.num), max(chosen, layer.struct.chosen)
             inner = max(inner, layer.struct.inner)
-        # An expert reads its rows side by side, so a token has one row for each of its experts.
+        # The rows of an expert are contiguous, so a token has one row for each of its experts.
         rows, width = hidden.shape
-        pairs = rows * chosen  # of tokens and experts
+        pairs = rows * chosen  # (token, selected expert)
         x, down_out = hidden.new_empty(2, pairs * width)
         self._buffers = (
-            *(hidden.new_empty(rows * num), torch.empty(pairs)),  # scores of all experts, weights of the chosen
+            *(hidden.new_empty(rows * num), torch.empty(pairs)),  # scores of all experts, weights of the selected
             *torch.empty(2, pairs, dtype=torch.int64),  # their ids, and the indices of their rows in x
             *(x, hidden.new_empty(2 * pairs * inner), hidden.new_empty(pairs * inner), down_out),
         )
         self._batches = (BatchStruct * num)(), (BatchStruct * num)()
         self._shares = torch.empty(3 * threads, dtype=torch.int64)
         addresses = [values.data_ptr() for values in (*self._buffers, self._shares)]
-        self.struct = RoomStruct(*addresses[:-1], *map(addressof, self._batches), addresses[-1])
+        self.struct = BuffersStruct(*addresses[:-1], *map(addressof, self._batches), addresses[-1])
 
 
 class NativeMixtures:
-    """Mixtures, prepared in C, of layers that C runs one by one (native_hybrid.py)."""
+    """Mixtures of experts in C, for layers that are called one by one (native_hybrid.py)."""
 
     def __init__(self, library: ctypes.CDLL, mixtures: Sequence[Mixture], hidden: int) -> None:
         self._mix, self._width = library.mix_rows, Padding.to_multiple(hidden)
         rows = c_long, c_long, c_void_p
-        self._mix.argtypes = POINTER(ExpertsStruct), *rows, POINTER(RoomStruct), c_void_p, c_int
+        self._mix.argtypes = POINTER(ExpertsStruct), *rows, POINTER(BuffersStruct), c_void_p, c_int
         self._mix.restype = None
         self._experts = dict[Mixture, NativeExperts]()
         for mixture in mixtures:
@@ -93,14 +93,14 @@ class NativeMixtures:
             self._experts[mixture] = NativeExperts(mixture.prepared)
 
     def begin(self, tokens: Tensor) -> Callable[[Mixture, Tensor], Tensor]:
-        """Mixtures of a pass of `tokens` [N, ...]: normed states [N, hidden] -> [N, hidden]."""
+        """Function for a pass of `tokens` [N, ...]: mixture, normed states [N, hidden] -> outputs [N, hidden]."""
         padded, threads = tokens.new_empty(len(tokens), self._width.padded), torch.get_num_threads()
-        room = RoomOfExperts(list(self._experts.values()), padded, threads)
+        buffers = ExpertBuffers(list(self._experts.values()), padded, threads)
 
         def mix(mixture: Mixture, x: Tensor) -> Tensor:
             x, struct = self._width.pad(x).contiguous(), self._experts[mixture].struct
             out = torch.empty_like(x)
-            self._mix(byref(struct), *x.shape, x.data_ptr(), byref(room.struct), out.data_ptr(), threads)
+            self._mix(byref(struct), *x.shape, x.data_ptr(), byref(buffers.struct), out.data_ptr(), threads)
             return self._width.cut(out).contiguous()
 
         return mix

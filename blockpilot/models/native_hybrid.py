@@ -1,7 +1,8 @@
-"""The layers of a hybrid decoder by delta_net.c, on a CPU; batch invariant.
+"""Layers of a hybrid decoder in C (delta_net.c), on a CPU; batch invariant.
 
-Attention is that of layers.c, which rotates halves of whole heads: the rotated first part of a head is spread over
-both halves, and the rest is rotated by 0. Queries and keys are spread alike, so their products are the same.
+Attention is that of layers.c, which rotates whole heads and pairs their halves: the rotated first part of a head is
+spread over both halves, and the rest is rotated by 0. The elements of queries and keys are permuted in the same way,
+so their products do not change.
 """
 
 import ctypes
@@ -62,7 +63,7 @@ class _InputsStruct(Structure):
 
 
 class _Inputs(NamedTuple):
-    """Inputs of the recurrence of tokens [N], all but the first of which C fills in (`struct delta_inputs`)."""
+    """Inputs of the recurrence for tokens [N] (`struct delta_inputs`); C fills in all but `projected`."""
 
     projected: Tensor
     mixed: Tensor
@@ -82,7 +83,7 @@ class _Inputs(NamedTuple):
         return _InputsStruct(self.projected.shape[1], *(x.data_ptr() for x in self))
 
     def first(self, num: int) -> Self:
-        """Those of the first `num` tokens, without the memory of the others."""
+        """Inputs of the first `num` tokens; a copy if there are others, so that their memory is freed."""
         return self if num == len(self.projected) else type(self)(*(x[:num].clone() for x in self))
 
 
@@ -100,19 +101,19 @@ class _Order:
 
 
 class _NativePass(NamedTuple):
-    """Inputs of a pass that the layers in C share, besides `HybridPass`."""
+    """Inputs of a pass that the layers in C share, in addition to `HybridPass`."""
 
     order: _Order
     attend: Callable[[int, Tensor], Tensor]
     """Attention: layer in the cache, its heads -> attended heads."""
-    places: Tensor
-    """[head_dim]: place of every number of a head in a padded one."""
+    padded_index: Tensor
+    """[head_dim]: index in a padded head of every element of a head."""
     mix: Callable[[Mixture, Tensor], Tensor]
-    """Experts of a layer: normed states [N, hidden] -> [N, hidden]."""
+    """Experts of a layer: mixture, normed states [N, hidden] -> [N, hidden]."""
 
 
 class NativeHybridLayers(HybridLayers):
-    """Layers by delta_net.c, and their attention by layers.c."""
+    """Layers in C: gated DeltaNets by delta_net.c, attention by layers.c."""
 
     def __init__(self, library: ctypes.CDLL, modules: Sequence[Any], norm: Any, config: Any) -> None:
         super().__init__(modules, norm, config)
@@ -124,7 +125,7 @@ class NativeHybridLayers(HybridLayers):
 
     @property
     def halves(self) -> list[Padding]:
-        return self._of_attention(self._halves)
+        return self._attention_halves(self._halves)
 
     def _net(self, net: DeltaNetWeights) -> _NetStruct:
         shape = net.shape
@@ -133,26 +134,26 @@ class NativeHybridLayers(HybridLayers):
         return _NetStruct(*sizes, *(weight.data_ptr() for weight in weights), self._eps)
 
     def _begin(self, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> HybridPass:
-        in_pass, places = super()._begin(rotary, cache, masks), self._places(rotary.cosines.shape[-1])
-        attend = self._attention.begin(self._spread(rotary, places), cache, masks)
+        in_pass, padded_index = super()._begin(rotary, cache, masks), self._padded_index(rotary.cosines.shape[-1])
+        attend = self._attention.begin(self._spread(rotary, padded_index), cache, masks)
         mix = self._mixtures.begin(rotary.cosines)
-        return in_pass._replace(native=_NativePass(_Order(in_pass.order), attend, places, mix))
+        return in_pass._replace(native=_NativePass(_Order(in_pass.order), attend, padded_index, mix))
 
-    def _places(self, num: int) -> Tensor:
-        """Place [head_dim] in a padded head of every number of one whose first `num` are rotated."""
-        # C rotates places i and half + i of a padded head: the pairs of the rotated part go there, the rest behind.
+    def _padded_index(self, num: int) -> Tensor:
+        """Index [head_dim] in a padded head of every element of a head whose first `num` elements are rotated."""
+        # C rotates elements i and half + i of a padded head as a pair: first the rotated pairs, then the rest.
         half, rotated = self._halves.padded, num // 2
         first, second = range(half), range(half, 2 * half)
         rest = [*first[rotated:], *second[rotated:]]
         return torch.tensor([*first[:rotated], *second[:rotated], *rest][: self._dim])
 
-    def _spread(self, rotary: Rotary, places: Tensor) -> Rotary:
+    def _spread(self, rotary: Rotary, padded_index: Tensor) -> Rotary:
         """Rotation of padded heads [N, 1, padded]."""
-        places = places[: rotary.cosines.shape[-1]]
-        # Cosine 1 and sine 0 leave the other numbers as they are.
+        padded_index = padded_index[: rotary.cosines.shape[-1]]
+        # Cosine 1 and sine 0 leave the other elements unchanged.
         cosines = rotary.cosines.new_ones(len(rotary.cosines), 1, 2 * self._halves.padded)
         sines = torch.zeros_like(cosines)
-        cosines[..., places], sines[..., places] = rotary.cosines, rotary.sines
+        cosines[..., padded_index], sines[..., padded_index] = rotary.cosines, rotary.sines
         return Rotary(cosines, sines)
 
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
@@ -179,14 +180,14 @@ class NativeHybridLayers(HybridLayers):
         assert layer.attention is not None
         weights, padded, threads = layer.attention, 2 * self._halves.padded, torch.get_num_threads()
         native: _NativePass = in_pass.native
-        # 1. Heads, normed and padded, without the gates that stand between them.
+        # 1. Heads, normed and padded, without the interleaved gates.
         projected = weights.qkv(x).contiguous()
         heads = projected.new_empty(len(x), self._queries + 2 * self._kv, padded)
         sizes = *projected.shape, projected.data_ptr()
         shape = self._queries, self._kv, self._dim, padded
-        norms = native.places.data_ptr(), weights.norms.data_ptr(), self._eps
+        norms = native.padded_index.data_ptr(), weights.norms.data_ptr(), self._eps
         self._c.split_heads(*sizes, *shape, *norms, heads.data_ptr(), threads)
-        # 2. Attention, then the gates, which the product still has.
+        # 2. Attention, then the gates, which C reads from `projected`.
         attended = native.attend(layer.index, heads)
         gated = projected.new_empty(len(x), self._queries * self._dim)
         shape = self._queries, self._dim, padded, attended.data_ptr()
@@ -208,8 +209,8 @@ class NativeHybridLayers(HybridLayers):
         return _StatesStruct(in_pass.states.windows[index].data_ptr(), in_pass.states.matrices[index].data_ptr())
 
     def _accept(self, inputs: _Inputs, index: int, in_pass: HybridPass, paths: Sequence[Sequence[int]]) -> None:
-        """Advance a layer's states by the nodes of accepted paths [R] after the anchors."""
-        # The accepted tokens of all rows side by side, without the anchors.
+        """Advance a layer's states by the accepted paths [R] without their anchors."""
+        # The accepted tokens of all rows, concatenated, without the anchors.
         order, tokens, sizes = in_pass.order, list[int](), list[int]()
         for first, path in zip(order.firsts.tolist(), paths, strict=False):
             tokens += [first + node for node in path[1:]]
@@ -224,15 +225,15 @@ class NativeHybridLayers(HybridLayers):
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The functions of delta_net.c."""
+    """The library, with types declared for the functions of delta_net.c."""
     net, states, inputs = POINTER(_NetStruct), POINTER(_StatesStruct), POINTER(_InputsStruct)
-    of_rows = c_long, c_long, c_void_p
+    row_types = c_long, c_long, c_void_p
     signatures: dict[str, tuple[Any, ...]] = {
         "add_norm_rows": (c_long, c_long, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int),
         "swiglu_rows": (c_long, c_long, c_void_p, c_void_p, c_int),
         "add_gated_rows": (c_long, c_long, c_void_p, c_void_p, c_void_p, c_int),
-        "split_heads": (*of_rows, *(c_long,) * 4, c_void_p, c_void_p, c_float, c_void_p, c_int),
-        "gate_heads": (*of_rows, *(c_long,) * 3, c_void_p, c_void_p, c_int),
+        "split_heads": (*row_types, *(c_long,) * 4, c_void_p, c_void_p, c_float, c_void_p, c_int),
+        "gate_heads": (*row_types, *(c_long,) * 3, c_void_p, c_void_p, c_int),
         "delta_pass": (net, states, POINTER(_OrderStruct), inputs, c_void_p, c_long, c_void_p, c_int),
         "delta_accept": (net, states, inputs, c_long, *(c_void_p,) * 4, c_int),
     }

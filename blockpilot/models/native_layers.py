@@ -1,7 +1,7 @@
-"""The layers of a decoder in one call in C, on a CPU (native/layers.c); batch invariant.
+"""Decoder layers in one call in C, on a CPU (native/layers.c); batch invariant.
 
-A token gets the same bits alone, in a batch, and verified in a tree, also in bfloat16. Widths are padded with zeros
-to multiples of C's vectors. Without a compiler or an x86-64 CPU with AVX2, torch runs the layers (layers.py).
+A token's result has the same bits alone, in a batch, and in a verified tree, also in bfloat16. Widths are padded with
+zeros to multiples of C's vectors. Without a compiler or an x86-64 CPU with AVX2, torch runs the layers (layers.py).
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from blockpilot.models.cache import SlotView, layer_config, num_kv_heads
 from blockpilot.models.kernels import Product
 from blockpilot.models.layers import ContextProjection, DecoderLayers, LayerWeights, Mask, half_heads
-from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
+from blockpilot.models.native_experts import BuffersStruct, ExpertBuffers, ExpertsStruct, NativeExperts
 from blockpilot.models.rotary import Rotary
 from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Linear, Padding
@@ -40,8 +40,8 @@ def _is_packed(layer: LayerWeights) -> bool:
     return all(product.is_packed for product in products if product is not None)
 
 
-class _BesideStruct(Structure):
-    _fields_ = fields(c_void_p, "before", "of_router", "of_experts", "of_mlp")
+class _ExpertNormsStruct(Structure):
+    _fields_ = fields(c_void_p, "experts_in", "router_in", "experts_out", "mlp_out")
 
 
 class _LayerInputStruct(Structure):
@@ -56,17 +56,17 @@ class _LayerStruct(Structure):
     _fields_ = (
         *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
-        ("beside", POINTER(_BesideStruct)),
+        ("expert_norms", POINTER(_ExpertNormsStruct)),
         ("inputs", POINTER(_LayerInputStruct)),
         ("convolutions", POINTER(_ConvolutionStruct)),
-        *fields(c_void_p, "before", "after", "of_heads", "of_attended", "of_mlp", "sinks"),
+        *fields(c_void_p, "attention_in", "mlp_in", "heads", "attention_out", "mlp_out", "sinks"),
         ("scalar", c_float),
     )
 
 
 class _ShapeStruct(Structure):
     _fields_ = (
-        *fields(c_long, "hidden", "queries", "kv", "made", "dim", "inner", "own_hidden", "own_dim"),
+        *fields(c_long, "hidden", "queries", "kv", "made", "dim", "inner", "unpadded_hidden", "unpadded_dim"),
         *fields(c_float, "eps", "scale", "offset"),
         *fields(c_int, "gelu", "in_float", "norms_values"),
     )
@@ -81,7 +81,7 @@ class _TokensStruct(Structure):
         ("num", c_long),
         ("caches", c_void_p),
         *fields(c_long, "slots", "length"),
-        *fields(c_void_p, "own_slots", "own_columns"),
+        *fields(c_void_p, "token_slots", "token_columns"),
     )
 
 
@@ -100,7 +100,7 @@ class NativeLayers(DecoderLayers):
         self._run, self._project = _declared(library)
         self._widths = Padding.to_multiple(config.hidden_size)
         self._norm = self._widths.pad(self._norm)
-        # C reads weights by address: these attributes keep the tensors that structs point to.
+        # C reads weights by address: these attributes keep the tensors alive that structs point to.
         self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
         self._pointers = list[Any]()
         self._structs, self._shapes = (_LayerStruct * len(layers))(), (_ShapeStruct * len(layers))()
@@ -118,7 +118,7 @@ class NativeLayers(DecoderLayers):
         attended = max(shape.queries * shape.dim for shape in self._shapes)
         self._inputs = Padding.to_multiple(max(layer.num_inputs for layer in layers))
         inner = max(self._inputs.padded, *(shape.inner for shape in self._shapes))
-        routed = self._widths.padded * any(layer.beside is not None for layer in layers)
+        routed = self._widths.padded * any(layer.expert_norms is not None for layer in layers)
         projections = [of.kernel_projection for layer in layers for of in filter(None, layer.convolutions)]
         convolved = max((of.out_features for of in projections), default=0), self._widths.padded * bool(projections)
         self._halves = [layer.halves for layer in layers]
@@ -129,31 +129,35 @@ class NativeLayers(DecoderLayers):
         return self._halves
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
-        """Weights of a layer's norms, padded, its sinks, and the norms of its input and of experts beside an MLP."""
-        before, after, of_attended, of_mlp = (
+        """Padded norm weights of a layer, its sinks, and the norms of its per-layer input and parallel experts."""
+        attention_in, mlp_in, attention_out, mlp_out = (
             None if norm is None else self._widths.pad(norm)
-            for norm in (layer.before, layer.after, layer.of_attended, layer.of_mlp)
+            for norm in (layer.attention_in, layer.mlp_in, layer.attention_out, layer.mlp_out)
         )
         head_norms = None if layer.head_norms is None else layer.halves.pad(layer.head_norms)
-        beside = [] if layer.beside is None else map(self._widths.pad, layer.beside)
-        of_input = None if layer.inputs is None else self._widths.pad(layer.inputs.norm)
-        return [before, after, head_norms, of_attended, of_mlp, layer.sinks, of_input, *beside]
+        expert_norms = [] if layer.expert_norms is None else map(self._widths.pad, layer.expert_norms)
+        layer_input = None if layer.inputs is None else self._widths.pad(layer.inputs.norm)
+        return [attention_in, mlp_in, head_norms, attention_out, mlp_out, layer.sinks, layer_input, *expert_norms]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
     ) -> _LayerStruct:
         products = map(_packed, (layer.qkv, layer.out, layer.gate_up, layer.down))
-        of_experts = None if experts is None else pointer(experts.struct)
+        experts_pointer = None if experts is None else pointer(experts.struct)
         addresses = list(map(_address, norms))
-        first, of_input, of_beside = addresses[:6], addresses[6], addresses[7:]
-        beside = None if layer.beside is None else pointer(_BesideStruct(*of_beside))
+        norm_addresses, input_address, expert_addresses = addresses[:6], addresses[6], addresses[7:]
+        expert_norms = None
+        if layer.expert_norms is not None:
+            expert_norms = pointer(_ExpertNormsStruct(*expert_addresses))
         inputs = None
         if layer.inputs is not None:
-            of_inputs = map(_packed, (layer.inputs.gate, layer.inputs.projection))
-            inputs = pointer(_LayerInputStruct(*of_inputs, of_input))
+            input_products = map(_packed, (layer.inputs.gate, layer.inputs.projection))
+            inputs = pointer(_LayerInputStruct(*input_products, input_address))
         convolutions = self._convolutions_of(layer) if all(layer.convolutions) else None
-        self._pointers += [beside, inputs, convolutions]
-        return _LayerStruct(*products, of_experts, beside, inputs, convolutions, *first, layer.scalar)
+        self._pointers += [expert_norms, inputs, convolutions]
+        return _LayerStruct(
+            *products, experts_pointer, expert_norms, inputs, convolutions, *norm_addresses, layer.scalar
+        )
 
     def _convolutions_of(self, layer: LayerWeights) -> Any:
         structs = (_ConvolutionStruct * 2)()
@@ -184,27 +188,27 @@ class NativeLayers(DecoderLayers):
         # 2. Indices in the cache, and masks: layers with the same masks share their structs.
         structs = _PassStructs(cache)
         tokens, parts = structs.tokens(num), list(map(structs.parts, masks))
-        turns = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries, self.halves))
+        rotary_structs = (_RotaryStruct * len(parts))(*map(structs.rotary, rotaries, self.halves))
         # 3. Buffers: queries, keys, values; attention; sublayer output; gate and up; their product; router's input.
         normed, widths = padded.new_empty(num, self._widths.padded), self._buffers
         buffers = padded.new_empty(num * sum(widths))
         addresses = [buffers.data_ptr() + buffers.itemsize * num * sum(widths[:i]) for i in range(len(widths))]
-        room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one more
+        room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query attends to, and one more
         scores = torch.empty(threads * 2 * QUERIES * room)
         experts = list(filter(None, self._experts))
-        expert_room = RoomOfExperts(experts, padded, threads) if experts else None
+        expert_buffers = ExpertBuffers(experts, padded, threads) if experts else None
         # 4. The second output: features after the layers in `feature_layers`.
         num_features = len(feature_layers)
         features = padded.new_empty(num, num_features * self._widths.padded)
         layers = (c_long * num_features)(*feature_layers)
         structs.check(
             self._run(
-                *(len(parts), self._shapes, self._structs, self._norm.data_ptr(), byref(tokens), turns),
+                *(len(parts), self._shapes, self._structs, self._norm.data_ptr(), byref(tokens), rotary_structs),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
                 *(*map(_address, (first_input, inputs, padded, normed)), *addresses, scores.data_ptr()),
                 *(
                     room,
-                    expert_room and byref(expert_room.struct),
+                    expert_buffers and byref(expert_buffers.struct),
                     num_features,
                     layers,
                     features.data_ptr(),
@@ -217,17 +221,17 @@ class NativeLayers(DecoderLayers):
         return self._widths.cut(normed), self._widths.cut(features)
 
     def project(self, features: Tensor, fused: ContextProjection, rotary: Rotary, cache: SlotView) -> Tensor:
-        # Keys and values only: C skips the rows of the product that make queries.
+        # Keys and values only: C skips the rows of the product that compute queries.
         product, norm = fused.product.packed, self._widths.pad(fused.norm)
         assert product is not None
         features = product.padded(features)
         contexts = features.new_empty(len(features), self._widths.padded)
         heads = features.new_empty(len(features), self._buffers[0])
         structs = _PassStructs(cache)
-        tokens, turn = structs.tokens(len(features)), structs.rotary(rotary, self._halves[0])
+        tokens, rotation = structs.tokens(len(features)), structs.rotary(rotary, self._halves[0])
         structs.check(
             self._project(
-                *(len(self._structs), self._shapes, self._structs, byref(tokens), byref(turn)),
+                *(len(self._structs), self._shapes, self._structs, byref(tokens), byref(rotation)),
                 *(byref(product.linear), *map(_address, (norm, features, contexts, heads))),
                 torch.get_num_threads(),
             )
@@ -247,7 +251,7 @@ class NativeAttention:
         )
         self._attend.restype = c_int
         padded = half_heads(config).padded
-        self._halves = Padding(padded, padded)  # of heads that are padded already
+        self._halves = Padding(padded, padded)  # the heads are padded already
         heads, kv = config.num_attention_heads, num_kv_heads(config)
         constants = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
         self._shape = _ShapeStruct(0, heads, kv, 2 * kv, 2 * padded, 0, 0, *constants)
@@ -258,7 +262,7 @@ class NativeAttention:
         Heads are normed and, like `rotary`, padded. They are rotated in place; keys and values are stored first.
         """
         structs, shape = _PassStructs(cache), self._shape
-        tokens, turn = structs.tokens(len(rotary.cosines)), structs.rotary(rotary, self._halves)
+        tokens, rotation = structs.tokens(len(rotary.cosines)), structs.rotary(rotary, self._halves)
         parts = structs.parts(masks)
         room = 1 + max(mask.packing.length for mask in masks)
         threads = torch.get_num_threads()
@@ -267,8 +271,8 @@ class NativeAttention:
         def attend(layer: int, heads: Tensor) -> Tensor:
             attended = heads.new_empty(len(heads), shape.queries, shape.dim)
             pointers = heads.data_ptr(), scores.data_ptr(), room, attended.data_ptr()
-            places = byref(shape), byref(tokens), byref(turn), layer
-            structs.check(self._attend(*places, len(masks), parts, *pointers, threads))
+            arguments = byref(shape), byref(tokens), byref(rotation), layer
+            structs.check(self._attend(*arguments, len(masks), parts, *pointers, threads))
             return attended
 
         return attend
@@ -285,15 +289,15 @@ class _PassStructs:
         self._num = 0
 
     def tokens(self, num: int) -> _TokensStruct:
-        layers, (slots, columns) = self._cache.cache.of_layer, self._cache.token_indices
+        layers, (slots, columns) = self._cache.cache.by_layer, self._cache.token_indices
         assert num == len(slots) == len(columns)
         self._num, size = num, (self._num_slots, self._length)
-        # Not kept with the cache: a copy of it has other addresses.
+        # Not stored with the cache: a copy of the cache has other addresses.
         self._caches = (c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
         return _TokensStruct(num, addressof(self._caches), *size, *map(self._pointer, (slots, columns)))
 
     def rotary(self, rotary: Rotary, halves: Padding) -> _RotaryStruct:
-        """Struct of a layer's rotary embeddings, shared by layers with the same."""
+        """Struct of a layer's rotary embeddings, shared by layers with the same embeddings."""
         key = id(rotary)
         if key not in self._rotaries:
             assert len(rotary.cosines) == len(rotary.sines) == self._num
@@ -304,7 +308,7 @@ class _PassStructs:
         """Structs [parts] of a layer's masks, shared by layers with the same masks."""
         key = id(masks[0])  # layers share the mask objects
         if key not in self._parts:
-            # Rows and tokens of the parts follow each other.
+            # Rows and tokens of the parts are consecutive.
             self._parts[key] = (_PartStruct * len(masks))()
             first_row = first_token = 0
             for i, mask in enumerate(masks):
@@ -317,10 +321,12 @@ class _PassStructs:
 
     def check(self, code: int) -> None:
         if code:
-            raise IndexError(f"cache of {self._num_slots} slots and {self._length} columns: no place for every token")
+            raise IndexError(
+                f"cache of {self._num_slots} slots and {self._length} columns: slot or column of a token out of range"
+            )
 
     def _part(self, mask: Mask, slots: Tensor, first: int) -> _PartStruct:
-        # C reads rows of `width` queries; `sizes` says how many of them are tokens, `firsts` where they are in N.
+        # C reads rows of `width` queries; `sizes` is the number of tokens in each, `firsts` their index in N.
         packing, (sizes, firsts) = mask.packing, mask.packing.spans
         num_rows, width, length = len(packing.sizes), packing.width, packing.length
         assert mask.visible.shape == (num_rows, 1, width, length)
@@ -346,14 +352,14 @@ def _packed(product: Product | None) -> Linear:
 
 
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
-    """run_layers and project_layers."""
+    """Functions run_layers and project_layers, with their types declared."""
     run, project = library.run_layers, library.project_layers
     buffers = (c_void_p,) * 13  # first input, inputs of layers, hidden, and buffers
     structs = c_long, POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), POINTER(_RotaryStruct)),
         *(c_long, POINTER(POINTER(_PartStruct)), *buffers),
-        *(c_long, POINTER(RoomStruct), c_long, c_void_p, c_void_p, c_int),
+        *(c_long, POINTER(BuffersStruct), c_long, c_void_p, c_void_p, c_int),
     )
     pointers = POINTER(Linear), *(c_void_p,) * 4
     project.argtypes = *structs, POINTER(_TokensStruct), POINTER(_RotaryStruct), *pointers, c_int

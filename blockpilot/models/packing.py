@@ -1,7 +1,7 @@
 """Packing: rows of different lengths in one pass of the target without padding.
 
-Tokens of R rows are side by side in one sequence [1, N, ...]: all work token by token (projections, MLPs, experts,
-norms: nearly all of a layer) costs N tokens, whatever the longest row is. Only attention works by row, so only its
+Tokens of R rows are flattened into one sequence [N, ...]: all token-wise work (projections, MLPs, experts, norms:
+nearly all of a layer) costs N tokens, regardless of the longest row. Only attention works by row, so only its
 queries are padded, inside the attention call. Prompts are much wider than blocks and attend separately, so that
 blocks are not padded to the length of a prompt.
 """
@@ -19,15 +19,15 @@ from torch.nn import functional
 
 from blockpilot.device import sent, tensor_on
 
-MOST_SCORES = 1 << 20  # of a batched product; more do not fit in the CPU's caches
+MOST_SCORES = 1 << 20  # scores of a batched product; more do not fit in the CPU's caches
 
 
 class Packing:
     """Layout of the tokens of R rows: row r has sizes[r] tokens, from column and position starts[r] on.
 
     parents: for the first rows, if their tokens form trees, the parents [sizes[r] - 1] of all tokens but the first
-    (types.Tree). Such a row fills its columns in order; a token's position is one after its parent's. The rows before
-    `cut` are blocks, of which only the first token is final; those from `cut` on are texts, and attend separately
+    (types.Tree). Such a row fills its columns in order; a token's position is one after its parent's. Rows before
+    `cut` are blocks, in which only the first token is accepted; rows from `cut` on are texts, and attend separately
     (`parts`).
     """
 
@@ -50,9 +50,8 @@ class Packing:
         self.depths = [*map(depths_of, trees), *(list(range(n)) for n in sizes[len(trees) :])]
         """[R]: depths of every row's tokens [sizes[r]]."""
         self.starts, self.parents, self.num_blocks = tuple(starts), parents, cut
-        # By token [N]: its row, its offset in the row, its column in the cache, and its position in the text.
         self.on_host = np.empty((4, self.num_tokens), dtype=np.int64)
-        """[4, N]: rows, offsets, columns and positions of the tokens."""
+        """[4, N]: for every token its row, offset in the row, column in the cache, and position in the text."""
         rows, offsets, columns, positions = self.on_host
         rows[:], first_tokens, first_columns = np.array([range(len(sizes)), self.firsts, starts]).repeat(
             sizes, axis=1
@@ -65,7 +64,7 @@ class Packing:
 
     @cached_property
     def parts(self) -> Sequence["Packing"]:
-        """The rows that attend together: all, or those before and after the cut."""
+        """Packings of the rows that attend together: all, or those before and those after the cut."""
         cut = self.num_blocks
         if not 0 < cut < len(self.sizes):
             return [self]
@@ -87,7 +86,7 @@ class Packing:
     @property
     def offsets(self) -> Tensor:
         """[N]: the index of every token in its row."""
-        if self._uniform:  # nothing is copied to the device, as a CUDA graph needs
+        if self._uniform:  # no copy to the device, as a CUDA graph requires
             return torch.arange(self.width, device=self._device).repeat(len(self.sizes))
         return self._on_device[1]
 
@@ -123,7 +122,7 @@ class Packing:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Mask [R, 1, width, length] of visible columns: those before the row, and of the token and its ancestors."""
+        """Attention mask [R, 1, width, length]: columns before the row, and those of the token and its ancestors."""
         device = self._device
         # 1. Chains: columns up to a token's own, [1, length] <= [R, width, 1].
         if self.parents is None:
@@ -137,7 +136,7 @@ class Packing:
         return sent(torch.from_numpy(mask), device)
 
     def visible_in(self, window: int | None) -> Tensor:
-        """`visible`, narrowed to columns of tokens less than `window` positions before."""
+        """`visible`, restricted to columns of tokens less than `window` positions before."""
         if window is None or self.length <= window:
             return self.visible
         return within(window, self.visible, self.pad(self.positions), tensor_on(self._device, self.starts))
@@ -164,7 +163,7 @@ class Packing:
     ) -> Tensor:
         """Packed query [N, heads, head_dim] -> [N, heads, head_dim].
 
-        key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] as `folded` makes it, sinks
+        key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] from `folded`, sinks
         [heads].
         """
         attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale, sinks)
@@ -172,23 +171,23 @@ class Packing:
 
 
 def within(window: int, visible: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
-    """Mask [R, 1, width, length] of visible columns narrowed to tokens less than `window` positions before.
+    """Mask `visible` [R, 1, width, length], restricted to tokens less than `window` positions before.
 
-    The tokens of a row, at positions [R, width], are in the columns from starts [R] on; before those, a column's
-    number is its token's position.
+    The tokens of a row, at positions [R, width], are in the columns from starts [R] on; in the columns before, a
+    token's position is its column.
     """
     (num_rows, width), length = positions.shape, visible.shape[-1]
     # `width` more columns, cut off at the end: a short row's padding may extend beyond the longest row.
     at_columns = torch.arange(length + width, device=visible.device).repeat(num_rows, 1)
     at_columns.scatter_(1, starts[:, None] + torch.arange(width, device=visible.device), positions)
-    # Position of a query minus that of the token in a column: of ancestors and texts it is at least 0.
+    # Position of a query minus that of the token in a column: at least 0 for ancestors and texts.
     distance = positions[:, None, :, None] - at_columns[:, None, None, :length]
     return visible & (distance < window)
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Mask [R, 1, W, L] of visible columns -> bias of `grouped_attention` [R, 1, groups * W, L]: 0 or -inf."""
-    # Rows of the queries that share a key: group by group, each with all W masks.
+    # One row for each query that shares a key: group by group, W rows each.
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return bias.repeat(1, 1, groups, 1)
 
@@ -214,8 +213,8 @@ def grouped_attention(
 ) -> Tensor:
     """Grouped-query attention: query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim] -> as query.
 
-    bias: as `folded` makes it; sinks: [heads]. Queries that share keys become rows of one matrix, so nothing of the
-    cache is copied, but for sinks.
+    bias: from `folded`; sinks: [heads]. Queries that share keys become rows of one matrix, so keys and values are not
+    repeated per query head. Sinks require a copy of them.
     """
     if sinks is not None:
         inputs = with_sinks(query, key, value, bias, scale, sinks)
@@ -238,8 +237,9 @@ def with_sinks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of `grouped_attention` with one more column, of value 0, whose score for every head is its sink.
 
-    That score is a product like the others, so that one mask serves all heads: queries end in sink / scale, keys in
-    0, and that of the new column in 1. Heads become 8 wider, as kernels need; the caller cuts the output.
+    This score is computed by the same product as the others, so that one mask serves all heads: an additional element
+    is sink / scale in queries, 1 in the new key, and 0 in the other keys. Heads become 8 elements wider, as kernels
+    require; the caller cuts the output.
     """
     query, key, value = (functional.pad(x, (0, 8)) for x in (query, key, value))
     query[..., -8] = (sinks / scale)[:, None]
@@ -261,8 +261,8 @@ def _products_are_faster(query: Tensor) -> bool:
 def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Eager attention by two products: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as query.
 
-    Scores are rounded to bfloat16 before their softmax. The target's distribution is then no further from that in
-    float32 than with the flash kernel (LOG.md).
+    Scores are rounded to bfloat16 before their softmax. The target's distribution is then no further from the
+    float32 one than with the flash kernel (LOG.md).
     """
     bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
     keys, values = (cached.contiguous().flatten(0, 1) for cached in (key, value))  # products are slow on views

@@ -1,4 +1,4 @@
-"""Rotary embeddings: a model's rotation of heads by their positions, as a table by position."""
+"""Rotary embeddings of a model, as a table by position."""
 
 from typing import Any, NamedTuple, Self
 
@@ -16,19 +16,19 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor, *layer_type: str) -> Self:
-        """For tokens at positions [N], by a model's rotary embedding, in the dtype of `hidden`.
+        """Rotation for tokens at positions [N] by a model's rotary embedding, in the dtype of `hidden`.
 
-        layer_type: given if the embedding differs by it.
+        layer_type: only if the embedding depends on it.
         """
         tables = embedding(hidden, positions[None], *layer_type)
         cosines, sines = (table[0, :, None] for table in tables)  # [N, 1, head_dim]
-        if cosines.shape[-1] == len(getattr(embedding, "inv_freq", ())):  # of one half, as gpt-oss's
+        if cosines.shape[-1] == len(getattr(embedding, "inv_freq", ())):  # of one half only (gpt-oss)
             cosines, sines = (table.repeat(1, 1, 2) for table in (cosines, sines))
         negated, straight = sines.chunk(2, dim=-1)
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
     def at(self, positions: Tensor) -> Self:
-        """Entries at these positions, of a table by position."""
+        """Entries of a table at these positions [N]."""
         return type(self)(self.cosines[positions], self.sines[positions])
 
 
@@ -38,7 +38,7 @@ class RotaryTable:
     Embeddings of type "dynamic" and "longrope" depend on the longest text. Here that is the maximum length of the
     cache, as in vLLM, so that a row's result does not depend on the other rows of the batch.
 
-    layer_type: of an embedding that differs by it, such as Gemma 3's.
+    layer_type: used if the embedding depends on it, like Gemma 3's.
     """
 
     def __init__(self, embedding: Any, layer_type: str | None = None) -> None:
@@ -50,7 +50,7 @@ class RotaryTable:
         self._depends_on_longest = "dynamic" in kind or kind == "longrope"
 
     def table(self, cache: SlotCache | SlotView, hidden: Tensor) -> Rotary:
-        """Table of at least the positions of a cache, in the dtype of `hidden`."""
+        """Table that covers the positions of a cache, in the dtype of `hidden`."""
         table, length = self._table, cache.max_length
         is_long = self._length == length if self._depends_on_longest else self._length >= length
         if (

@@ -1,13 +1,13 @@
-"""Cache of a target whose layers keep keys and values, or a recurrent state of the text, in each slot.
+"""Cache of a hybrid target: in each slot, a layer has either keys and values or a recurrent state of the text.
 
 A state has two parts (models/delta_net.py): a window, the last inputs of the layer's convolution, and a matrix for
-every head, which holds what keys and values hold elsewhere, in a size that does not grow with the text.
+every head, which replaces keys and values and does not grow with the text.
 
-A slot's state is that after its final tokens. A pass advances it by the tokens of texts (prompts) and by the first
-token of a block, the anchor, which are final before the pass. Drafted tokens change no state: a pass keeps what they
-add to it, and `accept` adds the accepted ones by the same arithmetic, once the target has chosen. To store every
-node's state instead would take 1 MiB a node and layer (16 heads of 128 x 128), where a node's own numbers take 58 KB
-in float32; and it would write that memory in every pass.
+A slot's state is that after its accepted tokens. A pass advances it by the tokens of texts (prompts) and by the
+first token of a block, the anchor, which are accepted before the pass. Drafted tokens do not change the state: a pass
+stores their inputs of the recurrence, and `accept` adds the accepted ones by the same arithmetic after verification.
+Storing the state of every node instead would take 1 MiB per node and layer (16 heads of 128 x 128), compared with
+58 KB in float32 for a node's inputs, and would write that memory in every pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from blockpilot.native.products import Padding
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Accept = Callable[[Sequence[Sequence[int]]], None]
-"""Advances states by the nodes after the anchors, given the accepted paths [R] of the blocks."""
+"""Advances states by the accepted paths [R] of the blocks, without their anchors."""
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """Sizes of a gated DeltaNet: heads of keys (and queries), heads of values, and the convolution's window."""
+    """Sizes of a gated DeltaNet: key (and query) heads, value heads, and the kernel size of the convolution."""
 
     key_heads: int
     value_heads: int
@@ -41,7 +41,7 @@ class StateShape:
 
     @property
     def channels(self) -> int:
-        """Inputs of the convolution: queries, keys and values."""
+        """Number of inputs of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -64,9 +64,9 @@ class StateCache(SlotCache):
         """[layers, num_slots, kernel - 1, channels], oldest first."""
         matrix = shape.value_heads, shape.key_dim, shape.value_dim
         self.matrices = torch.zeros(*slots, *matrix, dtype=torch.float32, device=device)
-        """[layers, num_slots, value_heads, key_dim, value_dim]; layers in C have their own order inside a head."""
+        """[layers, num_slots, value_heads, key_dim, value_dim]; layers in C use a different order inside a head."""
         self.accept_states: Accept | None = None
-        """Function of the last pass, if its blocks had more tokens than their anchors."""
+        """Set by the last pass if its blocks had tokens after their anchors; None otherwise."""
 
     @staticmethod
     def key_heads(config: Any) -> Sequence[KeyHeads]:

@@ -1,7 +1,7 @@
 """The target: a causal language model of transformers in its prepared form, run over a SlotCache.
 
 The same forward pass serves prefill, block scoring and plain decoding: packed rows of tokens at explicit positions,
-which see the columns up to their own. The LM head runs only on requested positions.
+which attend to columns up to their own. The LM head runs only on requested positions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from blockpilot.models.packing import Packing
 
 
 def embedding_table(model: PreTrainedModel) -> Tensor:
-    """Embeddings [vocab, hidden] of all tokens as the layers read them: a copy if the model scales its weights."""
+    """Embeddings [vocab, hidden] of all tokens, as input of the layers: a copy if the model scales its weights."""
     embeddings: Any = model.get_input_embeddings()
     weight: Tensor = embeddings.weight.detach()
     scale = getattr(embeddings, "embed_scale", None)
@@ -24,7 +24,7 @@ def embedding_table(model: PreTrainedModel) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """hidden [..., hidden] before the LM head; features [..., len(layer_ids) * hidden], None if not requested."""
+    """States [..., hidden] before the LM head; features [..., len(layer_ids) * hidden], None if not requested."""
 
     hidden: Tensor
     features: Tensor | None
@@ -48,7 +48,7 @@ class Target:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a recurrent state of the text in place of keys."""
+        """True if some layers have a recurrent state of the text instead of keys and values."""
         return self._decoder.has_states
 
     def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:

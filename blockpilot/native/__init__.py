@@ -1,1 +1,1 @@
-"""Products, layers and ranking in C: they decide the speed of a step on a CPU. Elsewhere torch does the same."""
+"""Products, layers and ranking in C, which determine the step time on a CPU. Elsewhere torch computes the same."""

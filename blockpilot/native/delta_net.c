@@ -24,7 +24,7 @@ struct states {
 };
 
 /* A pass's tokens [num], row by row. A token's sources [kernel] are its ancestors and itself, oldest first: numbers
- * below rows * (kernel - 1) are places of the rows' windows, those above tokens. */
+ * below rows * (kernel - 1) are indices of the rows' windows, those above tokens. */
 struct delta_pass {
     long num, rows;
     const int64_t *sources; /* [num, kernel] */
@@ -136,9 +136,9 @@ void add_gated_rows(long rows, long width, const stored *gates, const stored *x,
 
 /* projected [rows, stride] with a query and a gate [dim] for each of `queries` heads, then `kv` keys and values [dim]
  * -> heads [rows, queries + 2 * kv, padded] for layers.c: queries and keys normed by `norms` [2, dim], number i in
- * place places[i]; values in their order. */
+ * index padded_index[i]; values in their order. */
 void split_heads(long rows, long stride, const stored *projected, long queries, long kv, long dim, long padded,
-                 const int64_t *places, const float *norms, float eps, stored *heads, int threads)
+                 const int64_t *padded_index, const float *norms, float eps, stored *heads, int threads)
 {
 #pragma omp parallel for num_threads(threads)
     for (long row = 0; row < rows; row++) {
@@ -157,7 +157,7 @@ void split_heads(long rows, long stride, const stored *projected, long queries, 
                 store_some(load_some(from + i, dim - i) * scale * load_floats_some(weight + i, dim - i), normed + i,
                            dim - i);
             for (long i = 0; i < dim; i++)
-                to[places[i]] = normed[i];
+                to[padded_index[i]] = normed[i];
         }
     }
 }

@@ -70,64 +70,64 @@ static void route(const struct experts *experts, const stored *scores, int64_t *
 }
 
 /* Order the pairs of rows and experts by expert, and share out the products to the threads. */
-static void order(const struct experts *experts, long pairs, long hidden, const struct room_of_experts *room,
+static void order(const struct experts *experts, long pairs, long hidden, const struct expert_buffers *buffers,
                   long threads)
 {
     long firsts[experts->num + 1], active = 0;
     memset(firsts, 0, sizeof firsts);
     for (long pair = 0; pair < pairs; pair++)
-        firsts[room->ids[pair] + 1]++;
+        firsts[buffers->ids[pair] + 1]++;
     for (long i = 0; i < experts->num; i++) {
         long first = firsts[i], rows = firsts[i + 1];
         firsts[i + 1] += first;
         if (!rows)
             continue;
-        room->up[active] = (struct batch){experts->gate_up + i, rows, room->x + first * hidden,
-                                          room->gate_up + first * 2 * experts->inner};
-        room->down[active++] = (struct batch){experts->down + i, rows, room->gated + first * experts->inner,
-                                              room->found + first * hidden};
+        buffers->up[active] = (struct batch){experts->gate_up + i, rows, buffers->x + first * hidden,
+                                          buffers->gate_up + first * 2 * experts->inner};
+        buffers->down[active++] = (struct batch){experts->down + i, rows, buffers->gated + first * experts->inner,
+                                              buffers->outputs + first * hidden};
     }
     for (long pair = 0; pair < pairs; pair++)
-        room->places[pair] = firsts[room->ids[pair]]++;
-    share_out(experts->gate_up, active, threads, room->shares + threads);
-    share_out(experts->down, active, threads, room->shares + 2 * threads);
+        buffers->indices[pair] = firsts[buffers->ids[pair]]++;
+    share_out(experts->gate_up, active, threads, buffers->shares + threads);
+    share_out(experts->down, active, threads, buffers->shares + 2 * threads);
 }
 
 void mix(const struct experts *experts, long rows, long hidden, const stored *x, const stored *routed,
-         const struct room_of_experts *room, stored *out, long threads)
+         const struct expert_buffers *buffers, stored *out, long threads)
 {
     long num = experts->num, chosen = experts->chosen, pairs = rows * chosen;
 #pragma omp single
-    share_out(&experts->router, 1, threads, room->shares);
-    multiply(&experts->router, rows, routed, room->scores, room->shares, threads);
+    share_out(&experts->router, 1, threads, buffers->shares);
+    multiply(&experts->router, rows, routed, buffers->scores, buffers->shares, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++)
-        route(experts, room->scores + row * num, room->ids + row * chosen, room->weights + row * chosen);
+        route(experts, buffers->scores + row * num, buffers->ids + row * chosen, buffers->weights + row * chosen);
 #pragma omp single
-    order(experts, pairs, hidden, room, threads);
+    order(experts, pairs, hidden, buffers, threads);
 #pragma omp for
     for (long pair = 0; pair < pairs; pair++)
-        memcpy(room->x + room->places[pair] * hidden, x + pair / chosen * hidden, hidden * sizeof(stored));
-    multiply_all(room->up, room->shares + threads, threads);
+        memcpy(buffers->x + buffers->indices[pair] * hidden, x + pair / chosen * hidden, hidden * sizeof(stored));
+    multiply_all(buffers->up, buffers->shares + threads, threads);
     if (experts->limit)
-        clamped_swiglu(pairs, experts->inner, experts->limit, experts->alpha, room->gate_up, room->gated);
+        clamped_swiglu(pairs, experts->inner, experts->limit, experts->alpha, buffers->gate_up, buffers->gated);
     else
-        (experts->gelu ? geglu : swiglu)(pairs, experts->inner, room->gate_up, room->gated);
-    multiply_all(room->down, room->shares + 2 * threads, threads);
+        (experts->gelu ? geglu : swiglu)(pairs, experts->inner, buffers->gate_up, buffers->gated);
+    multiply_all(buffers->down, buffers->shares + 2 * threads, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < hidden; i += LANES) {
             lanes sum = {0};
             for (long pair = row * chosen; pair < (row + 1) * chosen; pair++)
-                sum = fused(spread(room->weights[pair]), load(room->found + room->places[pair] * hidden + i), sum);
+                sum = fused(spread(buffers->weights[pair]), load(buffers->outputs + buffers->indices[pair] * hidden + i), sum);
             store(sum, out + row * hidden + i);
         }
 }
 
-/* As `mix`, in a parallel region of its own. */
+/* As `mix`, in a separate parallel region. */
 void mix_rows(const struct experts *experts, long rows, long hidden, const stored *x,
-              const struct room_of_experts *room, stored *out, int threads)
+              const struct expert_buffers *buffers, stored *out, int threads)
 {
 #pragma omp parallel num_threads(threads)
-    mix(experts, rows, hidden, x, x, room, out, threads);
+    mix(experts, rows, hidden, x, x, buffers, out, threads);
 }

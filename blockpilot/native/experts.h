@@ -13,11 +13,11 @@ struct experts {
 };
 
 /* Buffers for a pass through experts: `pairs` = rows * chosen of rows and experts, `num` experts. */
-struct room_of_experts {
+struct expert_buffers {
     stored *scores; /* [rows, num] */
     float *weights; /* [pairs] */
-    int64_t *ids, *places; /* [pairs]: the expert; the index of the pair, ordered by expert */
-    stored *x, *gate_up, *gated, *found; /* [pairs, hidden], [pairs, 2, inner], [pairs, inner], [pairs, hidden] */
+    int64_t *ids, *indices; /* [pairs]: the expert; the index of the pair, ordered by expert */
+    stored *x, *gate_up, *gated, *outputs; /* [pairs, hidden], [pairs, 2, inner], [pairs, inner], [pairs, hidden] */
     struct batch *up, *down; /* [num] */
     uint64_t *shares; /* [3, threads] */
 };
@@ -34,4 +34,4 @@ void clamped_swiglu(long rows, long inner, float limit, float alpha, const store
 /* x [rows, hidden] and the router's input `routed` [rows, hidden], which may be x -> out [rows, hidden], which may be
  * either: all threads of a parallel region call it together. */
 void mix(const struct experts *experts, long rows, long hidden, const stored *x, const stored *routed,
-         const struct room_of_experts *room, stored *out, long threads);
+         const struct expert_buffers *buffers, stored *out, long threads);

@@ -13,7 +13,7 @@ static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_
 
 /* Probabilities of a slot's choices [width] by the draft; for drawn tokens the shares of the exponentials of their
  * scores, of which the first is the best. */
-static void own_chances(long width, const float *scores, const float *log_probs, int drawn, double *own)
+static void draft_probs(long width, const float *scores, const float *log_probs, int drawn, double *own)
 {
     double total = 0;
     for (long k = 0; k < width; k++)
@@ -28,9 +28,9 @@ void choice_chances(long num, long width, const float *scores, const float *log_
                     const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
 {
     for (long n = 0; n < num; n++, scores += width, log_probs += width) {
-        const double *w = weights + (drawn[n] ? WEIGHTS : 0), *of_context = w + 5;
+        const double *w = weights + (drawn[n] ? WEIGHTS : 0), *context_weights = w + 5;
         double own[width], logits[width];
-        own_chances(width, scores, log_probs, drawn[n], own);
+        draft_probs(width, scores, log_probs, drawn[n], own);
         for (long k = 0; k < width; k++) {
             if (!(scores[k] > -INFINITY)) { /* cannot be drawn, or not a number */
                 own[k] = 0, logits[k] = -INFINITY;
@@ -42,16 +42,16 @@ void choice_chances(long num, long width, const float *scores, const float *log_
                       + w[2] * (score - bounded(scores[0])) + w[4] / (1 + slots[n]);
         }
         for (long context = 0; context < CONTEXTS; context++) {
-            double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
+            double *out = chances + (context * num + n) * width, total = 0, least = INFINITY;
             if (context && !known[n]) {
-                memcpy(found, found - num * width, width * sizeof *found);
+                memcpy(out, out - num * width, width * sizeof *out);
                 continue;
             }
             for (long k = 0; k < width && known[n]; k++)
-                total += found[k] = 1 / (1 + exp(-logits[k] - of_context[2 * context + (k > 0)]));
+                total += out[k] = 1 / (1 + exp(-logits[k] - context_weights[2 * context + (k > 0)]));
             for (long k = 0; k < width; k++) {
-                found[k] = !known[n] ? own[k] : total > 1 ? found[k] / total : found[k];
-                found[k] = least = fmin(least, found[k]);
+                out[k] = !known[n] ? own[k] : total > 1 ? out[k] / total : out[k];
+                out[k] = least = fmin(least, out[k]);
             }
         }
     }
@@ -95,12 +95,12 @@ static struct offer pop(struct offer *heap, long *size)
 }
 
 /* The slots of all rows [slots], each with `contexts` lists of `width` choices after a choice of the slot above.
- * chances [laters][slots][contexts][width] by the number of later (not first) choices above; places
+ * chances [laters][slots][contexts][width] by the number of later (not first) choices above; next_lists
  * [slots][contexts][width]: the list that follows a choice, -1 for none. */
 struct slots {
     long num, contexts, width, laters;
     const double *chances;
-    const int64_t *places;
+    const int64_t *next_lists;
     const uint8_t *is_later; /* [slots][contexts][width]; NULL: all choices but the first */
 };
 
@@ -109,7 +109,8 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
     long later = item.num_later < slots->laters ? item.num_later : slots->laters - 1;
     if (item.after < 0 || item.rank >= widest)
         return;
-    item.chance = item.above * slots->chances[((later * slots->num + slot) * slots->contexts + item.after) * slots->width + item.rank];
+    long list = (later * slots->num + slot) * slots->contexts + item.after;
+    item.chance = item.above * slots->chances[list * slots->width + item.rank];
     if (item.chance > 0)
         push(heap, size, item);
 }
@@ -119,14 +120,14 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
  *
  * Inputs of row r: slots first[r] .. first[r] + depths[r] - 1 of the draft, and paths[r][0 .. sizes[r] - 1] of `most`.
  * Its output slots begin at begins[r]; their number is the larger of both. matches [rows][MATCH_INPUTS] are regression
- * inputs of path tokens, weights [2][PATH_INPUTS] the regression; `apart` is 1 if the draft's choices do not depend on
+ * inputs of path tokens, weights [2][PATH_INPUTS] the regression; `independent` is 1 if the draft's choices do not depend on
  * those above. Output choices [slots][1 + contexts][1 + width]: list 0 follows the path, the others are the draft's,
- * with an empty entry (token -1) at the end. `from` is the flat index among the draft's choices, -1 for none; steps is
- * r * most + d for token d of a path, else -1; inputs [rows][most][PATH_INPUTS] are the regression inputs of the paths'
- * tokens. */
+ * with an empty entry (token -1) at the end. choice_index is the flat index among the draft's choices, -1 for none;
+ * path_index is r * most + d for token d of a path, else -1; inputs [rows][most][PATH_INPUTS] are the regression inputs
+ * of the paths' tokens. */
 enum { MATCH_INPUTS = 3, PATH_INPUTS = 9 }; /* of acceptance.py */
 
-static double path_chance(const double *match, long depth, int speaks, long rank, double own, const double *weights,
+static double path_chance(const double *match, long depth, int has_draft, long rank, double own, const double *weights,
                           double *inputs)
 {
     double p = fmin(fmax(own, LEAST_CHANCE), 1 - LEAST_CHANCE), sum = 0;
@@ -135,7 +136,7 @@ static double path_chance(const double *match, long depth, int speaks, long rank
     inputs[2] = match[1], inputs[3] = match[2];
     inputs[4] = depth > 0;
     inputs[5] = rank >= 0 ? log(p / (1 - p)) / 5 : 0;
-    inputs[6] = rank == 0, inputs[7] = rank > 0, inputs[8] = speaks && rank < 0;
+    inputs[6] = rank == 0, inputs[7] = rank > 0, inputs[8] = has_draft && rank < 0;
     for (long i = 0; i < PATH_INPUTS; i++)
         sum += weights[i] * inputs[i];
     return 1 / (1 + exp(-sum));
@@ -143,7 +144,7 @@ static double path_chance(const double *match, long depth, int speaks, long rank
 
 /* Before a draft: cuts paths of sizes[r] tokens where their probability falls below `least`; gains[r] are the tokens
  * that they are then expected to add. */
-void follow_paths(long rows, int64_t *sizes, const double *matches, const int64_t *drawn,
+void cut_paths(long rows, int64_t *sizes, const double *matches, const int64_t *drawn,
                   const double *weights, double least, double *gains)
 {
     double inputs[PATH_INPUTS];
@@ -151,7 +152,8 @@ void follow_paths(long rows, int64_t *sizes, const double *matches, const int64_
         double reached = 1;
         gains[r] = 0;
         for (long d = 0; d < sizes[r]; d++) {
-            reached *= path_chance(matches + r * MATCH_INPUTS, d, 0, -1, 0, weights + (drawn[r] ? PATH_INPUTS : 0), inputs);
+            const double *w = weights + (drawn[r] ? PATH_INPUTS : 0);
+            reached *= path_chance(matches + r * MATCH_INPUTS, d, 0, -1, 0, w, inputs);
             if (reached < least)
                 sizes[r] = d;
             else
@@ -161,84 +163,86 @@ void follow_paths(long rows, int64_t *sizes, const double *matches, const int64_
 }
 
 void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, long num, long contexts, long width,
-                      long laters, const int64_t *tokens, const double *chances, const int64_t *places, int apart,
+                      long laters, const int64_t *tokens, const double *chances, const int64_t *next_lists, int independent,
                       const int64_t *drawn, const int64_t *sizes, const int32_t *paths, long most,
                       const double *matches, const double *weights, const int64_t *begins, long num_all,
-                      int64_t *of_tokens, double *of_chances, int64_t *of_places, int64_t *from, uint8_t *is_later,
-                      int64_t *steps, double *inputs)
+                      int64_t *out_tokens, double *out_chances, int64_t *out_next, int64_t *choice_index,
+                      uint8_t *is_later, int64_t *path_index, double *inputs)
 {
     long wide = width + 1, lists = contexts + 1, all = num_all * lists * wide;
     for (long i = 0; i < all; i++)
-        of_tokens[i] = of_places[i] = from[i] = steps[i] = -1, is_later[i] = 1;
+        out_tokens[i] = out_next[i] = choice_index[i] = path_index[i] = -1, is_later[i] = 1;
     for (long i = 0; i < laters * all; i++)
-        of_chances[i] = 0;
+        out_chances[i] = 0;
     for (long r = 0; r < rows; r++) {
         long after = 0, later = 0, end = depths[r] > sizes[r] ? depths[r] : sizes[r];
         for (long d = 0; d < end; d++) {
-            long to = (begins[r] + d) * lists * wide, drafted = d < depths[r] ? (first[r] + d) * contexts : -1;
+            long start = (begins[r] + d) * lists * wide, drafted = d < depths[r] ? (first[r] + d) * contexts : -1;
             for (long c = 0; drafted >= 0 && c < contexts; c++)
                 for (long k = 0; k < width; k++) {
-                    long source = (drafted + c) * width + k, place = to + (c + 1) * wide + k;
-                    of_tokens[place] = tokens[source], from[place] = source, is_later[place] = k > 0;
-                    of_places[place] = places[source] < 0 ? -1 : places[source] + 1;
+                    long source = (drafted + c) * width + k, at = start + (c + 1) * wide + k;
+                    out_tokens[at] = tokens[source], choice_index[at] = source, is_later[at] = k > 0;
+                    out_next[at] = next_lists[source] < 0 ? -1 : next_lists[source] + 1;
                     for (long a = 0; a < laters; a++)
-                        of_chances[a * all + place] = chances[a * num * contexts * width + source];
+                        out_chances[a * all + at] = chances[a * num * contexts * width + source];
                 }
             if (d > sizes[r])
                 continue; /* no choice leads to list 0 here */
-            int speaks = drafted >= 0 && after >= 0, follows = d < sizes[r];
-            long list = speaks ? (drafted + after) * width : 0, rank = -1;
-            const double *of_list = chances + (later < laters ? later : laters - 1) * num * contexts * width + list;
-            for (long k = 0; speaks && follows && k < width && rank < 0; k++)
-                if (tokens[list + k] == paths[r * most + d] && of_list[k] > 0)
+            int has_draft = drafted >= 0 && after >= 0, follows = d < sizes[r];
+            long list = has_draft ? (drafted + after) * width : 0, rank = -1;
+            long later_class = later < laters ? later : laters - 1;
+            const double *list_chances = chances + later_class * num * contexts * width + list;
+            for (long k = 0; has_draft && follows && k < width && rank < 0; k++)
+                if (tokens[list + k] == paths[r * most + d] && list_chances[k] > 0)
                     rank = k;
-            double own = rank >= 0 ? of_list[rank] : 0, chance = 0;
+            double own = rank >= 0 ? list_chances[rank] : 0, chance = 0;
             if (follows)
-                chance = path_chance(matches + r * MATCH_INPUTS, d, speaks, rank, own,
+                chance = path_chance(matches + r * MATCH_INPUTS, d, has_draft, rank, own,
                                      weights + (drawn[r] ? PATH_INPUTS : 0), inputs + (r * most + d) * PATH_INPUTS);
             double scale = fmin(1, (1 - chance) / fmax(1 - own, LEAST_CHANCE));
             int placed = !follows;
             for (long k = 0, n = 0; n < wide && (k < width || !placed); ) {
-                long place = to + n;
+                long at = start + n;
                 if (k == rank) {
                     k++;
                     continue;
                 }
-                if (!placed && (!speaks || k >= width || chance >= of_list[k] * scale)) {
-                    of_tokens[place] = paths[r * most + d], of_places[place] = 0, is_later[place] = rank != 0;
-                    from[place] = rank >= 0 ? list + rank : -1, steps[place] = r * most + d;
+                if (!placed && (!has_draft || k >= width || chance >= list_chances[k] * scale)) {
+                    out_tokens[at] = paths[r * most + d], out_next[at] = 0, is_later[at] = rank != 0;
+                    choice_index[at] = rank >= 0 ? list + rank : -1, path_index[at] = r * most + d;
                     for (long a = 0; a < laters; a++)
-                        of_chances[a * all + place] = chance;
+                        out_chances[a * all + at] = chance;
                     placed = 1, n++;
                     continue;
                 }
-                if (!speaks)
+                if (!has_draft)
                     break;
-                of_tokens[place] = tokens[list + k], from[place] = list + k, is_later[place] = k > 0;
-                of_places[place] = places[list + k] < 0 ? -1 : places[list + k] + 1;
+                out_tokens[at] = tokens[list + k], choice_index[at] = list + k, is_later[at] = k > 0;
+                out_next[at] = next_lists[list + k] < 0 ? -1 : next_lists[list + k] + 1;
                 for (long a = 0; a < laters; a++)
-                    of_chances[a * all + place] = of_list[k] * scale;
+                    out_chances[a * all + at] = list_chances[k] * scale;
                 k++, n++;
             }
             later += rank != 0;
-            after = rank >= 0 ? places[list + rank] : apart ? 0 : -1;
+            after = rank >= 0 ? next_lists[list + rank] : independent ? 0 : -1;
         }
     }
 }
 
 /* Nodes of rows in descending order of chance, at most most[r], of slots first[r] .. first[r] + depths[r] - 1 and the
- * widest[r] best choices of each list [slots][contexts][width]. Inputs of choices: of_tokens, and from and of_steps,
- * their flat indices among the draft's choices and the paths' tokens, -1 for none; without paths both are NULL, and
- * choices are the draft's. Row r's nodes begin at r * room: chances, tokens, parents (0 is the anchor), depths (1 below
- * the anchor), choices and steps (as from and of_steps), laters (number of later choices above the node, without its
- * own) and sources; num[r] is their number. */
+ * widest[r] best choices of each list [slots][contexts][width]. Inputs of choices: choice_tokens, and from_choice and
+ * from_path, their flat indices among the draft's choices and the paths' tokens, -1 for none; without paths both are
+ * NULL, and choices are the draft's. Row r's nodes begin at r * room: chances, tokens, parents (0 is the anchor), depths
+ * (1 below the anchor), choice_index and path_index (as from_choice and from_path), num_later (later choices above the
+ * node) and sources; num[r] is their number. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
-               long num_slots, long contexts, long width, long laters, const double *chances, const int64_t *places,
-               const uint8_t *is_later, const int64_t *of_tokens, const int64_t *from, const int64_t *of_steps,
-               long room, double *found, int64_t *tokens, int64_t *parents, int64_t *of_depths, int64_t *choices,
-               int64_t *of_laters, int64_t *steps, int64_t *sources, int64_t *num)
+               long num_slots, long contexts, long width, long laters, const double *chances,
+               const int64_t *next_lists, const uint8_t *is_later, const int64_t *choice_tokens,
+               const int64_t *from_choice, const int64_t *from_path, long room, double *node_chances, int64_t *tokens,
+               int64_t *parents, int64_t *node_depths, int64_t *choice_index, int64_t *num_later, int64_t *path_index,
+               int64_t *sources, int64_t *num)
 {
-    const struct slots slots = {num_slots, contexts, width, laters, chances, places, is_later};
+    const struct slots slots = {num_slots, contexts, width, laters, chances, next_lists, is_later};
     struct offer *heap = malloc((2 * room + 2) * sizeof *heap);
     if (!heap)
         return -1;
@@ -250,13 +254,14 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
             struct offer item = pop(heap, &size), next = item;
             long slot = first[r] + item.depth, choice = (slot * contexts + item.after) * width + item.rank;
             long at = r * room + n;
-            found[at] = item.chance, tokens[at] = of_tokens[choice], parents[at] = item.parent;
-            of_depths[at] = item.depth + 1, of_laters[at] = item.num_later;
-            choices[at] = from ? from[choice] : choice, steps[at] = of_steps ? of_steps[choice] : -1;
-            sources[at] = (choices[at] >= 0 ? DRAFTED : 0) + (steps[at] >= 0 ? LOOKED_UP : 0);
+            node_chances[at] = item.chance, tokens[at] = choice_tokens[choice], parents[at] = item.parent;
+            node_depths[at] = item.depth + 1, num_later[at] = item.num_later;
+            choice_index[at] = from_choice ? from_choice[choice] : choice;
+            path_index[at] = from_path ? from_path[choice] : -1;
+            sources[at] = (choice_index[at] >= 0 ? DRAFTED : 0) + (path_index[at] >= 0 ? LOOKED_UP : 0);
             next.rank++;
             offer(&slots, heap, &size, slot, widest[r], next);
-            next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, places[choice], 0,
+            next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, next_lists[choice], 0,
                                   item.num_later + (is_later ? is_later[choice] : item.rank > 0)};
             if (next.depth < depths[r])
                 offer(&slots, heap, &size, slot + 1, widest[r], next);
@@ -267,55 +272,55 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     return 0;
 }
 
-/* The first sizes[r] nodes of each tree in the order in which they are verified (`places_of` of trees.py): the chain
- * of first children, then the others as they grew. indices [rows][1 + room], initially 0, are the places of the anchor
- * and of the nodes; tokens, parents and sources [rows][room] are in the order of places. */
-void order_trees(long rows, long room, const int64_t *sizes, const int64_t *of_tokens, const int64_t *of_parents,
-                 const int64_t *of_sources, int64_t *indices, int64_t *tokens, int64_t *parents, int64_t *sources)
+/* The first sizes[r] nodes of each tree in the order in which they are verified (`tree_order` of trees.py): the chain
+ * of first children, then the others as they grew. indices [rows][1 + room], initially 0, are the indices of the anchor
+ * and of the nodes; tokens, parents and sources [rows][room] are in this order. */
+void order_trees(long rows, long room, const int64_t *sizes, const int64_t *node_tokens, const int64_t *node_parents,
+                 const int64_t *node_sources, int64_t *indices, int64_t *tokens, int64_t *parents, int64_t *sources)
 {
     for (long r = 0; r < rows; r++, indices += 1 + room) {
-        const int64_t *parent = of_parents + r * room;
-        long last = 0, place = 0;
+        const int64_t *parent = node_parents + r * room;
+        long last = 0, index = 0;
         for (long n = 1; n <= sizes[r]; n++)
             if (parent[n - 1] == last)
-                indices[n] = ++place, last = n;
+                indices[n] = ++index, last = n;
         for (long n = 1; n <= sizes[r]; n++) {
             if (!indices[n])
-                indices[n] = ++place;
+                indices[n] = ++index;
             long from = r * room + n - 1, to = r * room + indices[n] - 1;
-            tokens[to] = of_tokens[from], sources[to] = of_sources[from], parents[to] = indices[parent[n - 1]];
+            tokens[to] = node_tokens[from], sources[to] = node_sources[from], parents[to] = indices[parent[n - 1]];
         }
     }
 }
 
-/* Number of nodes to verify of each tree, taken [R]: the best nodes of all trees, as many as maximise the expected
- * gain less the cost, as choose_nodes of choose.py. worth [R][room] are the gains of num[r] nodes, descending. The
- * step has `tokens` so far; one more costs of_token, the first of every `further` tokens beyond the first `tile` also
- * of_tile, and experts that no other token has chosen their share of of_experts: a token chooses this share of them.
+/* Number of nodes to verify of each tree, selected [R]: the best nodes of all trees, as many as maximise the expected
+ * gain less the cost, as choose_nodes of choose.py. saved_s [R][room] are the gains of num[r] nodes, descending. The
+ * step has `tokens` so far; one more costs token_s, the first of every `further` tokens beyond the first `tile` also
+ * tile_s, and experts that no other token has chosen their share of experts_s: a token chooses this share of them.
  * heads [R] is a buffer. */
-void select_nodes(long trees, long room, const double *worth, const int64_t *num, long tokens, double of_token,
-                  double of_tile, long tile, long further, double of_experts, double share, int64_t *taken,
+void select_nodes(long trees, long room, const double *saved_s, const int64_t *num, long tokens, double token_s,
+                  double tile_s, long tile, long further, double experts_s, double share, int64_t *selected,
                   int64_t *heads)
 {
-    double gain = 0, best = 0, of_new = of_experts * share * pow(1 - share, tokens);
+    double gain = 0, best = 0, new_experts_s = experts_s * share * pow(1 - share, tokens);
     for (long r = 0; r < trees; r++)
-        taken[r] = heads[r] = 0;
+        selected[r] = heads[r] = 0;
     for (;;) {
         long first = -1;
         for (long r = 0; r < trees; r++)
-            if (heads[r] < num[r] && (first < 0 || worth[r * room + heads[r]] > worth[first * room + heads[first]]))
+            if (heads[r] < num[r] && (first < 0 || saved_s[r * room + heads[r]] > saved_s[first * room + heads[first]]))
                 first = r;
-        if (first < 0 || worth[first * room + heads[first]] <= of_token)
+        if (first < 0 || saved_s[first * room + heads[first]] <= token_s)
             return; /* the gains of the next ones are not above their cost, either */
-        gain += worth[first * room + heads[first]++] - of_token - of_new;
+        gain += saved_s[first * room + heads[first]++] - token_s - new_experts_s;
         if (tokens >= tile && (tokens - tile) % further == 0)
-            gain -= of_tile;
+            gain -= tile_s;
         tokens++;
-        of_new *= 1 - share;
+        new_experts_s *= 1 - share;
         if (gain > best) {
             best = gain;
             for (long r = 0; r < trees; r++)
-                taken[r] = heads[r];
+                selected[r] = heads[r];
         }
     }
 }

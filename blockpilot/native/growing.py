@@ -1,7 +1,7 @@
 """Acceptance probabilities of a draft's choices, and growth of all trees of a step, in C (growing.c).
 
-Python takes a few microseconds for a node, and a step of sixteen rows has hundreds of candidate nodes. All arrays are
-contiguous. Functions return None without C, if they do not say otherwise.
+Python takes a few microseconds per node, and a step of sixteen rows has hundreds of candidate nodes. All arrays are
+contiguous. Functions return None without C, unless they say otherwise.
 """
 
 from ctypes import c_double, c_int, c_long, c_void_p
@@ -21,7 +21,7 @@ PATH_INPUTS = 9  # of growing.c
 class Lists(NamedTuple):
     """Choices of R rows: for each of N slots, P lists of K choices after a choice of the slot before, best first.
 
-    Row r has depths[r] of the slots, from firsts[r] on. tokens and places [N, P, K] int64, chances [A, N, P, K]
+    Row r has depths[r] slots, from firsts[r] on. tokens and next_lists [N, P, K] int64, chances [A, N, P, K]
     float64, as in `Slots`. The other fields are set if paths were merged (`with_paths`): then list 0 follows a row's
     path, and the others are the draft's.
     """
@@ -30,30 +30,30 @@ class Lists(NamedTuple):
     depths: Array
     tokens: Array
     chances: Array
-    places: Array
+    next_lists: Array
     is_later: Array | None = None
     """[N, P, K] uint8: 1 for later choices, which are not the draft's first; None: all but the first of a list."""
-    choices: Array | None = None
+    choice_index: Array | None = None
     """[N, P, K]: flat indices among the draft's choices, -1 for none; None: these are the draft's choices."""
-    steps: Array | None = None
+    path_index: Array | None = None
     """[N, P, K]: flat indices among the paths' tokens [R, M], -1 for none; None: there are no paths."""
     inputs: Array | None = None
     """[R, M, PATH_INPUTS]: regression inputs of the paths' tokens."""
 
 
 class Nodes(NamedTuple):
-    """Nodes of R trees, num[r] of tree r, in descending order of chance: arrays [R, M] of the fields of `Node`.
+    """Nodes of R trees, num[r] of tree r, in descending order of probability: the fields of `Node` as arrays [R, M].
 
-    They are 0 after a tree's last node.
+    Entries after a tree's last node are 0.
     """
 
     tokens: Array
     parents: Array
     chances: Array
     depths: Array
-    choices: Array
-    laters: Array
-    steps: Array
+    choice_index: Array
+    num_later: Array
+    path_index: Array
     sources: Array
     num: Array
 
@@ -65,11 +65,11 @@ class Nodes(NamedTuple):
 
     @property
     def learned_depths(self) -> Array:
-        """[R, M]: depths of drafted nodes, 0 of looked-up ones, -1 of forced ones, which nothing is learned from."""
-        return np.where(self.steps >= 0, 0, np.where(self.choices >= 0, self.depths, -1))
+        """[R, M]: depths of drafted nodes, 0 of looked-up ones, -1 of forced ones, which are not learned from."""
+        return np.where(self.path_index >= 0, 0, np.where(self.choice_index >= 0, self.depths, -1))
 
 
-class Ordered(NamedTuple):
+class OrderedNodes(NamedTuple):
     """Verified nodes of R trees in the order of `Tree`: tokens, parents and sources [R, M].
 
     indices [R, 1 + M]: those of the anchor and of every verified node in its `Tree`.
@@ -96,15 +96,15 @@ def choice_chances(
     return chances
 
 
-def follow_paths(sizes: Array, matches: Array, drawn: Array, weights: Array, least: float) -> tuple[Array, Array]:
-    """Sizes [R] int64 of paths, cut where their probability falls below `least`, and the tokens [R] that they are
-    expected to add, before a draft. Arguments as in `with_paths`; RuntimeError without C.
+def cut_paths(sizes: Array, matches: Array, drawn: Array, weights: Array, least: float) -> tuple[Array, Array]:
+    """Sizes [R] int64 of paths, cut before drafting where their probability falls below `least`, and the tokens [R]
+    that they are expected to add. Arguments as in `with_paths`; RuntimeError without C.
     """
     if (library := text_library()) is None:
         raise RuntimeError("paths need the functions in C")
     sizes, gains = sizes.copy(), np.empty(len(sizes))
     arrays = map(pointer, (sizes, matches, drawn, weights))
-    library.follow_paths(c_long(len(sizes)), *arrays, c_double(least), pointer(gains))
+    library.cut_paths(c_long(len(sizes)), *arrays, c_double(least), pointer(gains))
     return sizes, gains
 
 
@@ -124,25 +124,25 @@ def with_paths(
     """
     if (library := text_library()) is None:
         raise RuntimeError("paths need the functions in C")
-    # 1. Shapes. A row has as many slots as the deeper of both. The path adds one list to each slot, and one entry to
-    # each list.
+    # 1. Shapes. A row has as many slots as the deeper of its draft and its path. The path adds one list to each slot,
+    # and one entry to each list.
     (laters, num, contexts, width), (rows, most) = draft_lists.chances.shape, paths.shape
     depths = np.maximum(draft_lists.depths, sizes)
     ends = depths.cumsum()
     shape = int(ends[-1]), contexts + 1, width + 1
-    # 2. Room for the merged lists, which C fills whole.
-    tokens, places, choices, steps = np.empty((4, *shape), dtype=np.int64)
+    # 2. Buffers for the merged lists, which C fills completely.
+    tokens, next_lists, choice_index, path_index = np.empty((4, *shape), dtype=np.int64)
     chances, is_later = np.empty((laters, *shape)), np.empty(shape, dtype=np.uint8)
     inputs = np.zeros((rows, most, PATH_INPUTS))
-    lists = Lists(ends - depths, depths, tokens, chances, places, is_later, choices, steps, inputs)
-    drafted = (draft_lists.tokens, draft_lists.chances, draft_lists.places)
+    lists = Lists(ends - depths, depths, tokens, chances, next_lists, is_later, choice_index, path_index, inputs)
+    drafted = (draft_lists.tokens, draft_lists.chances, draft_lists.next_lists)
     library.lists_with_paths(
         *(c_long(rows), pointer(draft_lists.firsts), pointer(draft_lists.depths)),
         *map(c_long, (num, contexts, width, laters)),
         *(*map(pointer, drafted), c_int(is_independent)),
         *(*map(pointer, (drawn, sizes, paths)), c_long(most), *map(pointer, (matches, weights))),
         *(pointer(lists.firsts), c_long(shape[0])),
-        *map(pointer, (tokens, chances, places, choices, is_later, steps, inputs)),
+        *map(pointer, (tokens, chances, next_lists, choice_index, is_later, path_index, inputs)),
     )
     return lists
 
@@ -155,8 +155,8 @@ def grow(lists: Lists, most: Array, widest: Array, room: int) -> Nodes | None:
     chances, num = np.zeros((rows, room)), np.empty(rows, dtype=np.int64)
     integers = np.zeros((7, rows, room), dtype=np.int64)
     limits = map(pointer, (lists.firsts, lists.depths, most, widest))
-    # Without paths C takes defaults for what only paths need.
-    inputs = lists.chances, lists.places, lists.is_later, lists.tokens, lists.choices, lists.steps
+    # Without paths the arrays that only paths need are NULL: C uses defaults.
+    inputs = lists.chances, lists.next_lists, lists.is_later, lists.tokens, lists.choice_index, lists.path_index
     choices_in = (c_void_p() if values is None else pointer(values) for values in inputs)
     nodes_out = map(pointer, (chances, *integers, num))
     if library.grow_trees(
@@ -167,12 +167,12 @@ def grow(lists: Lists, most: Array, widest: Array, room: int) -> Nodes | None:
     return Nodes._make([tokens, parents, chances, *others, num])
 
 
-def ordered(nodes: Nodes, sizes: Array) -> Ordered | None:
-    """The first sizes[r] nodes of every tree, in the order in which they are verified (`trees.places_of`)."""
+def ordered(nodes: Nodes, sizes: Array) -> OrderedNodes | None:
+    """The first sizes[r] nodes of every tree, in the order in which they are verified (`trees.tree_order`)."""
     if (library := text_library()) is None:
         return None
     rows, room = nodes.tokens.shape
-    in_order = Ordered(np.zeros((rows, 1 + room), dtype=np.int64), *np.zeros((3, rows, room), dtype=np.int64))
+    in_order = OrderedNodes(np.zeros((rows, 1 + room), dtype=np.int64), *np.zeros((3, rows, room), dtype=np.int64))
     arrays = map(pointer, (sizes, nodes.tokens, nodes.parents, nodes.sources, *in_order))
     library.order_trees(c_long(rows), c_long(room), *arrays)
     return in_order
@@ -190,9 +190,9 @@ def select_nodes(
 ) -> Array | None:
     """Number of nodes to verify of each tree [R], for `choose_nodes` of control/choose.py.
 
-    saved_s [R, M] float64: expected gains in seconds, descending, of num[r] nodes. The step has `tokens` so far; one
-    more costs token_s, the first of every further tile (`Tiles`) also tile_s, and experts that no other token has
-    chosen their share of experts_s.
+    saved_s [R, M] float64: expected gains in seconds, descending, of num[r] nodes. The step has `tokens` so far. One
+    more costs token_s, the first of every further tile (`Tiles`) also tile_s; experts that no other token has
+    selected cost their share of experts_s.
     """
     if (library := text_library()) is None:
         return None

@@ -12,9 +12,9 @@
 
 typedef float four __attribute__((vector_size(16), may_alias));
 
-/* Norm weights [hidden] where experts are beside an MLP: of their input, of their router's, and of both outputs. */
-struct beside {
-    const stored *before, *of_router, *of_experts, *of_mlp;
+/* Norm weights [hidden] of a layer whose experts run beside an MLP: of inputs and of outputs. */
+struct expert_norms {
+    const stored *experts_in, *router_in, *experts_out, *mlp_out;
 };
 
 /* What a layer adds at its end: projection(gelu(gate(hidden)) * input), normed by weights [hidden]. */
@@ -33,12 +33,12 @@ struct convolution {
 struct layer {
     struct linear qkv, out, gate_up, down; /* the last two are unused with experts alone */
     const struct experts *experts; /* or NULL */
-    const struct beside *beside; /* of experts beside an MLP, or NULL */
+    const struct expert_norms *expert_norms; /* of experts beside an MLP, or NULL */
     const struct inputs *inputs; /* of an input of its own, or NULL */
     const struct convolution *convolutions; /* [2], of attention and of the MLP, or NULL */
-    const stored *before, *after; /* norm weights [hidden], before attention and after it */
-    const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
-    const stored *of_attended, *of_mlp; /* norm weights [hidden] of what attention and the MLP add, or NULL */
+    const stored *attention_in, *mlp_in; /* norm weights [hidden] of what attention and the MLP read */
+    const stored *heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
+    const stored *attention_out, *mlp_out; /* norm weights [hidden] of what attention and the MLP add, or NULL */
     const stored *sinks; /* scores [queries] that take attention from all columns, or NULL */
     float scalar; /* factor of the layer's output */
 };
@@ -49,7 +49,7 @@ struct shape {
     long made; /* heads of keys and values in `qkv`: 2 * kv, or kv if the keys, before their norm, are the values, or 0
                 * if those of an earlier layer are read */
     long dim, inner;
-    long own_hidden, own_dim; /* without padding */
+    long unpadded_hidden, unpadded_dim;
     float eps, scale; /* scale: of attention scores */
     float offset; /* added to norm weights */
     int gelu; /* 1: the MLP's gates are GELU (tanh), 0: SiLU */
@@ -67,7 +67,7 @@ struct tokens {
     long num;
     stored *const *caches; /* [layers]: [2, slots, kv, length, dim] */
     long slots, length;
-    const int64_t *own_slots, *own_columns; /* [num] */
+    const int64_t *token_slots, *token_columns; /* [num] */
 };
 
 /* Rows that attend together: row r has sizes[r] queries from token firsts[r] on, which attend to slot slots[r]. */
@@ -107,13 +107,13 @@ static inline void norm(const struct shape *shape, long width, long num, const s
             store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* hidden [width] += delta [width], if there is one, normed in place before that if there are weights of_delta [width];
+/* hidden [width] += delta [width], if there is one, normed in place before that if there are weights delta_norm [width];
  * hidden *= scalar. */
-static inline void add(const struct shape *shape, stored *hidden, stored *delta, const stored *of_delta, float scalar)
+static inline void add(const struct shape *shape, stored *hidden, stored *delta, const stored *delta_norm, float scalar)
 {
     long width = shape->hidden;
-    if (delta && of_delta)
-        norm(shape, width, shape->own_hidden, delta, of_delta, delta);
+    if (delta && delta_norm)
+        norm(shape, width, shape->unpadded_hidden, delta, delta_norm, delta);
     if (delta)
         for (long i = 0; i < width; i += LANES)
             store(load(hidden + i) + load(delta + i), hidden + i);
@@ -123,15 +123,15 @@ static inline void add(const struct shape *shape, stored *hidden, stored *delta,
 }
 
 /* For all rows `add` delta [rows, hidden], or nothing if it is NULL; out = RMSNorm(hidden) * weight [hidden]. */
-static void add_norm(const struct shape *shape, long rows, stored *hidden, stored *delta, const stored *of_delta,
+static void add_norm(const struct shape *shape, long rows, stored *hidden, stored *delta, const stored *delta_norm,
                      float scalar, const stored *weight, stored *out)
 {
     long width = shape->hidden;
 #pragma omp for
     for (long row = 0; row < rows; row++) {
-        stored *own = hidden + row * width, *added = delta ? delta + row * width : NULL;
-        add(shape, own, added, of_delta, scalar);
-        norm(shape, width, shape->own_hidden, own, weight, out + row * width);
+        stored *state = hidden + row * width, *added = delta ? delta + row * width : NULL;
+        add(shape, state, added, delta_norm, scalar);
+        norm(shape, width, shape->unpadded_hidden, state, weight, out + row * width);
     }
 }
 
@@ -150,31 +150,31 @@ static void rotate_and_store(const struct tokens *tokens, const struct rotary *r
                              long queries, const stored *norms, stored *cache, stored *heads)
 {
     long dim = shape->dim, half = dim / 2, all = queries + shape->made, kv = shape->made ? shape->kv : 0;
-    long each = tokens->length * dim, of_slot = shape->kv * each, of_kind = tokens->slots * of_slot;
+    long head_size = tokens->length * dim, slot_size = shape->kv * head_size, kind_size = tokens->slots * slot_size;
 #pragma omp for
     for (long token = 0; token < tokens->num; token++) {
         const stored *cosine = rotary->cosines + token * dim, *sine = rotary->sines + token * dim;
-        stored *keys = cache + tokens->own_slots[token] * of_slot + tokens->own_columns[token] * dim;
+        stored *keys = cache + tokens->token_slots[token] * slot_size + tokens->token_columns[token] * dim;
         for (long head = 0; head < kv; head++) { /* values first: they may be the keys before their norm */
             const stored *from = heads + (token * all + all - kv + head) * dim;
-            stored *to = keys + of_kind + head * each;
+            stored *to = keys + kind_size + head * head_size;
             if (shape->norms_values)
-                norm(shape, dim, shape->own_dim, from, NULL, to);
+                norm(shape, dim, shape->unpadded_dim, from, NULL, to);
             else
                 memcpy(to, from, dim * sizeof(stored));
         }
         for (long head = 0; head < queries + kv; head++) {
-            stored *own = heads + (token * all + head) * dim;
+            stored *vector = heads + (token * all + head) * dim;
             if (norms)
-                norm(shape, dim, shape->own_dim, own, norms + head * dim, own);
+                norm(shape, dim, shape->unpadded_dim, vector, norms + head * dim, vector);
             for (long i = 0; i < half; i += LANES) {
-                lanes first = load(own + i), second = load(own + half + i);
-                store(fused(first, load(cosine + i), second * load(sine + i)), own + i);
-                store(fused(second, load(cosine + half + i), first * load(sine + half + i)), own + half + i);
+                lanes first = load(vector + i), second = load(vector + half + i);
+                store(fused(first, load(cosine + i), second * load(sine + i)), vector + i);
+                store(fused(second, load(cosine + half + i), first * load(sine + half + i)), vector + half + i);
             }
         }
         for (long head = 0; head < kv; head++) {
-            stored *key = keys + head * each, *value = key + of_kind;
+            stored *key = keys + head * head_size, *value = key + kind_size;
             memcpy(key, heads + (token * all + queries + head) * dim, dim * sizeof(stored));
             if (!is_finite(dim, value)) {
                 memset(value, 0, dim * sizeof(stored));
@@ -238,10 +238,10 @@ static inline __attribute__((always_inline)) void add_values(
         for (long q = 0; q < num; q++)
             memcpy(sum[q], sums + q * dim + first, sizeof sum[q]);
         for (long column = from; column < length; column++) {
-            const stored *own = values + column * dim + first;
+            const stored *vector = values + column * dim + first;
 #pragma GCC unroll 2
             for (long v = 0; v < VALUES; v++) {
-                lanes value = load(own + v * LANES);
+                lanes value = load(vector + v * LANES);
 #pragma GCC unroll 8
                 for (long q = 0; q < num; q++)
                     sum[q][v] = fused(spread(chances[column * stride + q]), value, sum[q][v]);
@@ -345,7 +345,7 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                    const stored *cache, const stored *heads, const stored *sinks, float *scores, long room, stored *out)
 {
     long kv = shape->kv, groups = shape->queries / kv, dim = shape->dim, all = shape->queries + shape->made;
-    long chunks = (part->width * groups + QUERIES - 1) / QUERIES, each = tokens->length * dim;
+    long chunks = (part->width * groups + QUERIES - 1) / QUERIES, head_size = tokens->length * dim;
 #pragma omp for collapse(3) schedule(dynamic)
     for (long row = 0; row < part->rows; row++)
         for (long head = 0; head < kv; head++)
@@ -354,34 +354,36 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                 if (num <= 0)
                     continue;
                 num = num < QUERIES ? num : QUERIES;
-                const stored *of[QUERIES], *sink[QUERIES];
+                const stored *query[QUERIES], *sink[QUERIES];
                 const uint8_t *mask[QUERIES];
-                stored *to[QUERIES];
-                long whole[QUERIES] = {0};
+                stored *result[QUERIES];
+                long num_whole[QUERIES] = {0};
                 for (long q = 0; q < num; q++) {
-                    long place = (first + q) / groups, own_head = head * groups + (first + q) % groups;
-                    of[q] = heads + ((part->firsts[row] + place) * all + own_head) * dim;
-                    to[q] = out + ((part->firsts[row] + place) * groups * kv + own_head) * dim;
-                    mask[q] = part->visible + (row * part->width + place) * part->length;
-                    sink[q] = sinks ? sinks + own_head : NULL;
+                    long token = (first + q) / groups, query_head = head * groups + (first + q) % groups;
+                    query[q] = heads + ((part->firsts[row] + token) * all + query_head) * dim;
+                    result[q] = out + ((part->firsts[row] + token) * groups * kv + query_head) * dim;
+                    mask[q] = part->visible + (row * part->width + token) * part->length;
+                    sink[q] = sinks ? sinks + query_head : NULL;
                 }
-                const stored *key = cache + (part->slots[row] * kv + head) * each;
-                const stored *value = key + tokens->slots * kv * each;
-                float *own = scores + omp_get_thread_num() * room * 2 * QUERIES;
+                const stored *key = cache + (part->slots[row] * kv + head) * head_size;
+                const stored *value = key + tokens->slots * kv * head_size;
+                float *scratch = scores + omp_get_thread_num() * room * 2 * QUERIES;
                 long seen = seen_of(num, mask, part->length), unseen = unseen_of(num, mask, seen);
                 for (long q = 0; q < num; q++) {
                     long last = whole_columns(part->positions[row * part->width + (first + q) / groups], seen);
-                    whole[q] = last > unseen ? last - unseen : 0;
+                    num_whole[q] = last > unseen ? last - unseen : 0;
                     mask[q] += unseen;
                 }
                 key += unseen * dim, value += unseen * dim, seen -= unseen;
                 if (chunk == 0)
                     fetch(key, seen * dim), fetch(value, seen * dim);
-                const stored *const *own_sinks = sinks ? sink : NULL;
+                const stored *const *row_sinks = sinks ? sink : NULL;
                 if (num <= FEW)
-                    attend_some(num, FEW, dim, shape->scale, seen, of, key, value, mask, own_sinks, whole, own, to);
+                    attend_some(num, FEW, dim, shape->scale, seen, query, key, value, mask, row_sinks, num_whole,
+                                scratch, result);
                 else
-                    attend_some(num, QUERIES, dim, shape->scale, seen, of, key, value, mask, own_sinks, whole, own, to);
+                    attend_some(num, QUERIES, dim, shape->scale, seen, query, key, value, mask, row_sinks, num_whole,
+                                scratch, result);
             }
 }
 
@@ -389,8 +391,8 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
 static int fits(const struct tokens *tokens)
 {
     for (long token = 0; token < tokens->num; token++)
-        if (tokens->own_slots[token] < 0 || tokens->own_slots[token] >= tokens->slots
-            || tokens->own_columns[token] < 0 || tokens->own_columns[token] >= tokens->length)
+        if (tokens->token_slots[token] < 0 || tokens->token_slots[token] >= tokens->slots
+            || tokens->token_columns[token] < 0 || tokens->token_columns[token] >= tokens->length)
             return 0;
     return 1;
 }
@@ -407,79 +409,79 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
         }
 }
 
-/* Adds a mixture of hidden [rows, hidden] to the output of the MLP beside it, `found` [rows, hidden], each normed.
+/* Adds a mixture of hidden [rows, hidden] to the output of the MLP beside it, `output` [rows, hidden], each normed.
  * x, routed: buffers [rows, hidden]. */
 static void add_experts(const struct shape *shape, const struct layer *layer, long rows, const stored *hidden, stored *x,
-                        stored *routed, const struct room_of_experts *room, stored *found, long threads)
+                        stored *routed, const struct expert_buffers *buffers, stored *output, long threads)
 {
-    const struct beside *beside = layer->beside;
-    long width = shape->hidden, own = shape->own_hidden;
+    const struct expert_norms *norms = layer->expert_norms;
+    long width = shape->hidden, unpadded = shape->unpadded_hidden;
 #pragma omp for
     for (long row = 0; row < rows; row++) {
-        norm(shape, width, own, hidden + row * width, beside->before, x + row * width);
-        norm(shape, width, own, hidden + row * width, beside->of_router, routed + row * width);
+        norm(shape, width, unpadded, hidden + row * width, norms->experts_in, x + row * width);
+        norm(shape, width, unpadded, hidden + row * width, norms->router_in, routed + row * width);
     }
-    mix(layer->experts, rows, width, x, routed, room, x, threads);
+    mix(layer->experts, rows, width, x, routed, buffers, x, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++) {
-        stored *added = x + row * width, *to = found + row * width;
-        norm(shape, width, own, added, beside->of_experts, added);
-        norm(shape, width, own, to, beside->of_mlp, to);
+        stored *added = x + row * width, *to = output + row * width;
+        norm(shape, width, unpadded, added, norms->experts_out, added);
+        norm(shape, width, unpadded, to, norms->mlp_out, to);
         for (long i = 0; i < width; i += LANES)
             store(load(to + i) + load(added + i), to + i);
     }
 }
 
-/* Add the output of the MLP `found` [rows, hidden], normed by of_mlp, to hidden [rows, hidden], and replace it by what
+/* Add the output of the MLP `output` [rows, hidden], normed by mlp_out, to hidden [rows, hidden], and replace it by what
  * the layer adds for its inputs [rows], every `stride` numbers. gated: buffer [rows, numbers of an input]. */
-static void add_inputs(const struct shape *shape, const struct inputs *own, long rows, const stored *inputs, long stride,
-                       stored *hidden, const stored *of_mlp, stored *gated, stored *found, uint64_t *of_gate,
-                       uint64_t *of_projection, long threads)
+static void add_inputs(const struct shape *shape, const struct inputs *weights, long rows, const stored *inputs,
+                       long stride, stored *hidden, const stored *mlp_out, stored *gated, stored *output,
+                       uint64_t *gate_shares, uint64_t *projection_shares, long threads)
 {
-    long width = shape->hidden, num = own->gate.outputs;
+    long width = shape->hidden, num = weights->gate.outputs;
 #pragma omp for
     for (long row = 0; row < rows; row++)
-        add(shape, hidden + row * width, found + row * width, of_mlp, 1);
-    multiply(&own->gate, rows, hidden, gated, of_gate, threads);
+        add(shape, hidden + row * width, output + row * width, mlp_out, 1);
+    multiply(&weights->gate, rows, hidden, gated, gate_shares, threads);
 #pragma omp for
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < num; i += LANES) {
             stored *gate = gated + row * num + i;
             store(rounded(gelu(load(gate))) * load(inputs + row * stride + i), gate);
         }
-    multiply(&own->projection, rows, gated, found, of_projection, threads);
+    multiply(&weights->projection, rows, gated, output, projection_shares, threads);
 }
 
 /* Projected kernels of LANES channels from `first` on. */
 static inline lanes kernels_of(const stored *projected, long first, long group, long groups)
 {
-    float own[LANES];
-    long lanes_each = group % LANES ? 1 : LANES;
-    for (long lane = 0; lane < LANES; lane += lanes_each) {
-        long place = (first + lane) / group;
-        own[lane] = number(projected + (place < groups ? place : groups - 1)); /* padding is multiplied by 0 */
+    float kernel[LANES];
+    long step = group % LANES ? 1 : LANES;
+    for (long lane = 0; lane < LANES; lane += step) {
+        long index = (first + lane) / group;
+        kernel[lane] = number(projected + (index < groups ? index : groups - 1)); /* padding is multiplied by 0 */
     }
-    return lanes_each > 1 ? spread(own[0]) : load_floats(own);
+    return step > 1 ? spread(kernel[0]) : load_floats(kernel);
 }
 
 /* x [tokens, hidden] -> out: for every token the sum over taps t of a kernel times the token t before it in its row.
  * side: 0 for what the sublayer reads, 1 for what it returns. projected: kernels [tokens, 2, taps, hidden / group]. */
-static void convolve(const struct shape *shape, const struct convolution *own, long side, long num_parts,
+static void convolve(const struct shape *shape, const struct convolution *convolution, long side, long num_parts,
                      const struct part *parts, const stored *projected, const stored *x, stored *out)
 {
-    long width = shape->hidden, groups = shape->own_hidden / own->group;
+    long width = shape->hidden, groups = shape->unpadded_hidden / convolution->group;
     for (const struct part *part = parts; part < parts + num_parts; part++)
 #pragma omp for
         for (long row = 0; row < part->rows; row++)
-            for (long place = 0; place < part->sizes[row]; place++) {
-                long token = part->firsts[row] + place;
-                const stored *of_token = projected + token * own->projection.outputs;
+            for (long offset = 0; offset < part->sizes[row]; offset++) {
+                long token = part->firsts[row] + offset;
+                const stored *kernels = projected + token * convolution->projection.outputs;
                 for (long i = 0; i < width; i += LANES) {
                     lanes total = {0};
-                    for (long tap = 0; tap < own->taps && tap <= place; tap++) {
-                        long kernel = side * own->taps + tap;
-                        lanes both = load(own->fixed + kernel * width + i)
-                                     + kernels_of(of_token + kernel * groups, i, own->group, groups);
+                    for (long tap = 0; tap < convolution->taps && tap <= offset; tap++) {
+                        long kernel = side * convolution->taps + tap;
+                        lanes both = load(convolution->fixed + kernel * width + i)
+                                     + kernels_of(kernels + kernel * groups, i, convolution->group, groups);
                         total = fused(both, load(x + (token - tap) * width + i), total);
                     }
                     store(total, out + token * width + i);
@@ -489,7 +491,7 @@ static void convolve(const struct shape *shape, const struct convolution *own, l
 
 /* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
  * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller, wide enough for
- * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], found [tokens,
+ * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], output [tokens,
  * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if experts are beside an MLP,
  * projected (see convolve) and convolved [tokens, hidden] with convolutions, scores (see attend), and of experts, if any.
  * The first layer's queries, keys and values are computed from `given`, or from normed hidden if that is NULL. inputs
@@ -498,8 +500,8 @@ static void convolve(const struct shape *shape, const struct convolution *own, l
 int run_layers(long num_layers, const struct shape *shapes, const struct layer *layers, const stored *last,
                const struct tokens *tokens, const struct rotary *rotaries, long num_parts,
                const struct part *const *parts, const stored *given, const stored *inputs, stored *hidden, stored *x,
-               stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, stored *routed,
-               stored *projected, stored *convolved, float *scores, long room, const struct room_of_experts *of_experts,
+               stored *heads, stored *attended, stored *output, stored *gate_up, stored *gated, stored *routed,
+               stored *projected, stored *convolved, float *scores, long room, const struct expert_buffers *buffers,
                long num_kept, const int64_t *kept, stored *features, int threads)
 {
     long num = tokens->num, width = shapes->hidden;
@@ -520,7 +522,7 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
     }
 #pragma omp parallel num_threads(threads)
     {
-        const stored *of_mlp = NULL;
+        const stored *delta_norm = NULL;
         stored *delta = NULL; /* waits for the next norm */
         float scalar = 1;
         for (long i = 0; i < num_layers; i++) {
@@ -532,7 +534,7 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
             if (!i && given)
                 read = given;
             else
-                add_norm(shape, num, hidden, delta, of_mlp, scalar, layer->before, x);
+                add_norm(shape, num, hidden, delta, delta_norm, scalar, layer->attention_in, x);
             keep(i - 1, num_kept, kept, num, width, hidden, features);
             if (around_attention) {
                 multiply(&around_attention->projection, num, x, projected, shares[i][6], threads);
@@ -540,19 +542,19 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
                 read = convolved;
             }
             multiply(&layer->qkv, num, read, heads, shares[i][0], threads);
-            rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->of_heads, tokens->caches[i], heads);
+            rotate_and_store(tokens, rotaries + i, shape, shape->queries, layer->heads, tokens->caches[i], heads);
             for (long part = 0; part < num_parts; part++)
                 attend(parts[i] + part, tokens, shape, tokens->caches[i], heads, layer->sinks, scores, room, attended);
-            multiply(&layer->out, num, attended, found, shares[i][1], threads);
-            delta = found, read = x;
+            multiply(&layer->out, num, attended, output, shares[i][1], threads);
+            delta = output, read = x;
             if (around_attention) {
-                convolve(shape, around_attention, 1, num_parts, parts[i], projected, found, convolved);
+                convolve(shape, around_attention, 1, num_parts, parts[i], projected, output, convolved);
                 delta = convolved;
             }
-            add_norm(shape, num, hidden, delta, layer->of_attended, 1, layer->after, x);
-            of_mlp = layer->of_mlp, scalar = layer->scalar, delta = found;
-            if (layer->experts && !layer->beside) {
-                mix(layer->experts, num, width, x, x, of_experts, found, threads);
+            add_norm(shape, num, hidden, delta, layer->attention_out, 1, layer->mlp_in, x);
+            delta_norm = layer->mlp_out, scalar = layer->scalar, delta = output;
+            if (layer->experts && !layer->expert_norms) {
+                mix(layer->experts, num, width, x, x, buffers, output, threads);
                 continue;
             }
             if (around_mlp) {
@@ -562,21 +564,21 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
             }
             multiply(&layer->gate_up, num, read, gate_up, shares[i][2], threads);
             (shape->gelu ? geglu : swiglu)(num, shape->inner, gate_up, gated);
-            multiply(&layer->down, num, gated, found, shares[i][3], threads);
+            multiply(&layer->down, num, gated, output, shares[i][3], threads);
             if (around_mlp) {
-                convolve(shape, around_mlp, 1, num_parts, parts[i], projected, found, convolved);
+                convolve(shape, around_mlp, 1, num_parts, parts[i], projected, output, convolved);
                 delta = convolved;
             }
-            if (layer->beside)
-                add_experts(shape, layer, num, hidden, x, routed, of_experts, found, threads);
+            if (layer->expert_norms)
+                add_experts(shape, layer, num, hidden, x, routed, buffers, output, threads);
             if (layer->inputs) {
-                long each = layer->inputs->gate.outputs;
-                add_inputs(shape, layer->inputs, num, inputs + i * each, num_layers * each, hidden, of_mlp, gated,
-                           found, shares[i][4], shares[i][5], threads);
-                of_mlp = layer->inputs->norm;
+                long size = layer->inputs->gate.outputs;
+                add_inputs(shape, layer->inputs, num, inputs + i * size, num_layers * size, hidden, delta_norm, gated,
+                           output, shares[i][4], shares[i][5], threads);
+                delta_norm = layer->inputs->norm;
             }
         }
-        add_norm(shapes, num, hidden, delta, of_mlp, scalar, last, x);
+        add_norm(shapes, num, hidden, delta, delta_norm, scalar, last, x);
         keep(num_layers - 1, num_kept, kept, num, width, x, features); /* normed, as in transformers */
     }
     return 0;
@@ -602,13 +604,13 @@ int project_layers(long num_layers, const struct shape *shapes, const struct lay
         multiply(product, tokens->num, features, x, shares[num_layers], threads);
 #pragma omp for
         for (long token = 0; token < tokens->num; token++)
-            norm(shapes, width, shapes->own_hidden, x + token * width, norms, x + token * width);
+            norm(shapes, width, shapes->unpadded_hidden, x + token * width, norms, x + token * width);
         for (long i = 0; i < num_layers; i++) {
             long skipped = shapes[i].queries * shapes[i].dim;
             struct linear kv = from_output(layers[i].qkv, skipped);
-            const stored *of_keys = layers[i].of_heads ? layers[i].of_heads + skipped : NULL;
+            const stored *key_norms = layers[i].heads ? layers[i].heads + skipped : NULL;
             multiply(&kv, tokens->num, x, heads, shares[i], threads);
-            rotate_and_store(tokens, rotary, shapes + i, 0, of_keys, tokens->caches[i], heads);
+            rotate_and_store(tokens, rotary, shapes + i, 0, key_norms, tokens->caches[i], heads);
         }
     }
     return 0;

@@ -2,8 +2,8 @@
 
 products.c multiplies with the weights (tiles.c on CPUs with AMX), layers.c runs all layers of a decoder (experts.c
 mixtures of experts), delta_net.c those with recurrent states, ranking.c ranks logits, linking.c applies a draft's
-edges, growing.c grows draft trees, matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torch
-and numpy replace the others.
+edges, growing.c grows draft trees, matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2,
+there is no prompt lookup, and Python, torch and numpy replace the rest.
 """
 
 import ctypes
@@ -52,8 +52,8 @@ class DtypeChoice(NamedTuple):
 def fastest_dtype(device: torch.device) -> DtypeChoice:
     """bfloat16 on a GPU, and on a CPU with exact layers in C; float32 elsewhere.
 
-    Layers in C read the weights at the memory's speed, or multiply in float32 as fast from either: bfloat16 is faster
-    without instructions for it, too. By torch it would be slower there, and exact up to rounding only.
+    Layers in C are memory-bound, or multiply in float32 equally fast from both dtypes: bfloat16 is faster even on
+    CPUs without bfloat16 instructions. With torch it would be slower there, and exact up to rounding only.
     """
     if device.type != "cpu":
         return DtypeChoice("bfloat16", "a GPU")
@@ -85,7 +85,7 @@ def pointer(values: "Array | array[int]") -> ctypes.Array[ctypes.c_char]:
 
 
 def fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of a struct of the same type."""
+    """Fields of a struct that all have the same type."""
     return tuple((name, kind) for name in names)
 
 
@@ -115,7 +115,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
 
 
 def _kept(command: Sequence[str]) -> ctypes.CDLL:
-    """The library that an earlier process compiled of the same sources with the same compiler, or a new one."""
+    """The library that an earlier process compiled from the same sources with the same compiler, or a new one."""
     file = CACHE / f"native-{_identity(command)}.so"
     with suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(file))

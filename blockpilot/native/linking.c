@@ -37,12 +37,12 @@ static float log_sum(long num, const float *values, float more)
  * `successors` [vocab][rank], gated by `projection` [rank][inner] times the slot's hidden state [num][inner] if there
  * is one, and divided by the temperature [num]. With `is_whole`, tokens that are no choices keep their probability
  * mass. The `best` choices after each token before are written to found_tokens, found_log_probs and found_scores
- * [num][contexts][best], and their indices among the slot's choices to places. */
+ * [num][contexts][best], and their indices among the slot's choices to indices. */
 void link_choices(long num, long contexts, long width, long rank, long inner, long best, const float *hidden,
                   const float *projection, const float *predecessors, const float *successors, const int64_t *before,
                   const float *temperatures, int is_whole, const int64_t *tokens, const float *log_probs,
                   const float *scores, int64_t *found_tokens, float *found_log_probs, float *found_scores,
-                  int64_t *places)
+                  int64_t *indices)
 {
     const float *rows[MOST_WIDTH];
     float lifted_probs[MOST_WIDTH], lifted_scores[MOST_WIDTH], gates[MOST_RANK], vector[MOST_RANK];
@@ -54,7 +54,7 @@ void link_choices(long num, long contexts, long width, long rank, long inner, lo
         }
         for (long i = 0; i < rank; i++)
             gates[i] = (projection ? dot(inner, hidden, projection + i * inner) : 1) / temperatures[n];
-        float of_rest = is_whole ? log1pf(-fminf(known, 1 - 1e-6f)) : -INFINITY;
+        float log_rest = is_whole ? log1pf(-fminf(known, 1 - 1e-6f)) : -INFINITY;
         for (long context = 0; context < contexts; context++, before++) {
             for (long i = 0; i < rank; i++)
                 vector[i] = gates[i] * predecessors[*before * rank + i];
@@ -63,7 +63,7 @@ void link_choices(long num, long contexts, long width, long rank, long inner, lo
                 lifted_probs[k] = log_probs[k] + lift;
                 lifted_scores[k] = scores[k] + lift;
             }
-            float total = log_sum(width, lifted_probs, of_rest);
+            float total = log_sum(width, lifted_probs, log_rest);
             uint64_t taken = 0;
             for (long i = 0; i < best; i++) {
                 long next = -1;
@@ -74,7 +74,7 @@ void link_choices(long num, long contexts, long width, long rank, long inner, lo
                 *found_tokens++ = tokens[next];
                 *found_log_probs++ = lifted_probs[next] - total;
                 *found_scores++ = lifted_scores[next] - total;
-                *places++ = next;
+                *indices++ = next;
             }
         }
     }

@@ -26,13 +26,13 @@ class EdgeTables(NamedTuple):
     projection: Tensor | None
 
 
-class Followed(NamedTuple):
-    """The best choices after each of P tokens [N, P, K]; places: their indices among the slot's choices."""
+class LinkedChoices(NamedTuple):
+    """The best choices after each of P tokens [N, P, K]; indices: their indices among the slot's choices."""
 
     tokens: Tensor
     log_probs: Tensor
     scores: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 def link_choices(
@@ -44,7 +44,7 @@ def link_choices(
     num: int,
     *,
     is_whole: bool,
-) -> Followed | None:
+) -> LinkedChoices | None:
     """The `num` best of the choices [N, W] after each of the tokens before [N, P], as in `Edges.link`.
 
     hidden [N, hidden], temperatures [N] float32. None without C, and above MOST_WIDTH or MOST_RANK.
@@ -54,8 +54,8 @@ def link_choices(
     if library is None:
         return None
     shape = num_slots, contexts, min(num, width)
-    tokens, places = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-    followed = Followed(tokens, torch.empty(shape), torch.empty(shape), places)
+    tokens, indices = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+    followed = LinkedChoices(tokens, torch.empty(shape), torch.empty(shape), indices)
     sizes = map(c_long, (num_slots, contexts, width, rank, hidden.shape[1], shape[2]))
     # Variables keep the arrays alive during the call: C has their addresses.
     inputs = hidden.float().contiguous(), before.contiguous(), temperatures

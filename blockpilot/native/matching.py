@@ -1,7 +1,7 @@
 """Index of growing texts for prompt lookup: earlier occurrences of a text's end, and the tokens that followed.
 
-In C (matching.c) by hash chains: a match takes microseconds whatever the length of the text. Suffix trees, as in
-arctic-inference, find the same longest match in one text, and take some hundred bytes a token.
+In C (matching.c) by hash chains: a match takes microseconds regardless of the text's length. Suffix trees, as in
+arctic-inference, find the same longest match in one text, and take some hundred bytes per token.
 """
 
 from array import array
@@ -24,8 +24,8 @@ class Matches(NamedTuple):
     """Longest matches of the ends of R texts, and the tokens that followed them.
 
     paths [R, M] int32, sizes[r] of row r: M, or 0 without a match. known [R, 3]: length of the match, at most
-    LONGEST; share of the latest seen[r] occurrences of the last two tokens that the same token followed; how often a
-    path's first token was right lately in this text (initially 0.5).
+    LONGEST; share of the latest seen[r] occurrences of the last two tokens that the path's first token followed;
+    recent accuracy of the first tokens of paths in this text (initially 0.5).
     """
 
     paths: Array
@@ -66,7 +66,7 @@ class TextIndex:
         self._expected[text], self._held[text] = -1, 0.5
 
     def match(self, texts: Sequence[int], added: Sequence[Sequence[int]], most: int) -> Matches | None:
-        """Append tokens to texts [R]; then the longest matches of their ends, each with `most` tokens that followed.
+        """Append tokens to texts [R], and return the longest matches of their ends, with `most` following tokens.
 
         None if no end has a match. Raises ValueError if the tokens exceed `room`.
         """

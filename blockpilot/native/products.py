@@ -66,7 +66,7 @@ class NativeProduct:
         panel_padding, per_unit = Padding.to_multiple(num_outputs, PANEL), 4 // weight.element_size()
         panels = panel_padding.pad(weight.T).T.reshape(-1, PANEL, num_inputs // per_unit, per_unit)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, units, PANEL, inputs of a unit]
-        # A copy: C keeps its address, and a model's own weights may move (kernels.leave_file).
+        # A copy: C keeps its address, and a model's own weights may move (kernels.copy_mapped_weights).
         self._bias = None if bias is None else panel_padding.pad(outputs.pad(bias.detach())).clone()
         self._product = _declared(library)
         pointers = self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()

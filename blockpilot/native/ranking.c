@@ -15,17 +15,17 @@
 #define SPAN 32.0f /* of the distances; scores further away are in the last bin */
 
 /* The vocabulary, and the tokens that a row has logits of: ids [size], ascending, and the index of every token
- * [vocabulary] among them, places, -1 for none. NULL: all tokens. */
+ * [vocabulary] among them, indices, -1 for none. NULL: all tokens. */
 struct subset {
     long vocabulary;
     const int64_t *ids;
-    const int32_t *places;
+    const int32_t *indices;
 };
 
 static inline int64_t token_at(const struct subset *subset, long place) { return subset->ids ? subset->ids[place] : place; }
 static inline long place_of(const struct subset *subset, int64_t token)
 {
-    return subset->places ? subset->places[token] : token;
+    return subset->indices ? subset->indices[token] : token;
 }
 
 /* The best `num` tokens so far, best first; `found` of them are set. */
@@ -274,18 +274,18 @@ static double log_total(const stored *row, long size, float top, float temperatu
     return top / temperature + log(sum(total));
 }
 
-/* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `places` (struct subset; NULL for all) ->
+/* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `indices` (struct subset; NULL for all) ->
  * the best tokens of each row and their values [rows, num], as in `sampling.race`.
  *
  * limits [rows, 3]: temperature, top_p and log_min_p; temperature 0 is greedy, without limits. draws [rows, 2]: top_k
  * and seed; a row's key is a hash of its seed and position. With log_probs [rows, num], values are normalised over the
  * row, too. In broken rows, and beyond the tokens that can be drawn, values are -INFINITY and tokens arbitrary. room
  * [rows, num] is a buffer. */
-void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *places, const stored *logits,
+void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *indices, const stored *logits,
                const double *limits, const int64_t *draws, const int64_t *positions, long num, int64_t *tokens,
                float *values, float *log_probs, uint8_t *broken, double *room, int threads)
 {
-    const struct subset subset = {vocabulary, ids, places};
+    const struct subset subset = {vocabulary, ids, indices};
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long i = 0; i < rows; i++) {
         const stored *row = logits + i * size;

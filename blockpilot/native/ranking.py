@@ -19,10 +19,11 @@ LARGEST = 1e30  # scores beyond it count as not finite; higher temperatures are 
 
 
 class Ranked(NamedTuple):
-    """The best tokens of N positions and their values in the race, both [N, num], and the mask [N] of broken rows.
+    """The best tokens of N positions and the values that rank them, both [N, num]; mask [N] of broken rows.
 
-    With log_probs [N, num], values are normalised over each position, as in `Candidates`. In broken rows, and beyond
-    the tokens that can be drawn, tokens are arbitrary; their values are -inf if `rank` made them.
+    Values are scores, with the sampling noise at temperatures above 0. With log_probs [N, num], values are normalised
+    over each position, as in `Candidates`. Broken: a logit is NaN, or the largest is not finite. In broken rows, and
+    after the last token that can be sampled, tokens are arbitrary; `rank` sets their values to -inf.
     """
 
     tokens: Tensor
@@ -32,20 +33,20 @@ class Ranked(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """Tokens [K] of a vocabulary, ascending, and every token's index among them, places [V] (int32), -1 for none."""
+    """Tokens [K] of a vocabulary, ascending, and every token's index among them, indices [V] (int32), -1 for none."""
 
     tokens: Tensor
-    places: Tensor
+    indices: Tensor
 
     @classmethod
     def of(cls, tokens: Tensor, vocab_size: int) -> Self:
-        places = torch.full((vocab_size,), -1, dtype=torch.int32, device=tokens.device)
-        places[tokens] = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
-        return cls(tokens, places)
+        indices = torch.full((vocab_size,), -1, dtype=torch.int32, device=tokens.device)
+        indices[tokens] = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        return cls(tokens, indices)
 
     def expanded(self, logits: Tensor) -> Tensor:
         """Logits [N, V] of the vocabulary, given those of the subset [N, K]; -inf for other tokens."""
-        return logits.new_full((len(logits), len(self.places)), -math.inf).index_copy_(1, self.tokens, logits)
+        return logits.new_full((len(logits), len(self.indices)), -math.inf).index_copy_(1, self.tokens, logits)
 
 
 def log_min_p(sampling: Sampling) -> float:
@@ -72,13 +73,13 @@ def rank(
     assert library is not None
     assert len(positions) == len(sampling) == len(logits)
     logits, shape, size = logits.contiguous(), (len(logits), num), logits.shape[1]
-    # 1. Parameters of every row. Most rows share theirs with others, of the same request.
+    # 1. Parameters of every row. Most rows share them with other rows of the same request.
     distinct = {id(request): request for request in sampling}
     limits_of, draw_of = dict[int, tuple[float, float, float]](), dict[int, tuple[int, int]]()
     for key, request in distinct.items():
         temperature = 0.0 if request.is_greedy else min(request.temperature, LARGEST)  # 0 is greedy
         limits_of[key] = temperature, request.top_p, log_min_p(request)
-        draw_of[key] = min(request.top_k or size, size), request.seed  # of the vocabulary size it is no limit
+        draw_of[key] = min(request.top_k or size, size), request.seed  # the vocabulary size is no limit
     limits = np.array([limits_of[id(request)] for request in sampling], dtype=np.float64)
     draws = np.array([draw_of[id(request)] for request in sampling], dtype=np.int64)
     row_positions = np.array(positions, dtype=np.int64)
@@ -88,10 +89,10 @@ def rank(
     broken = torch.empty(len(logits), dtype=torch.bool)
     room = torch.empty(shape, dtype=torch.float64)
     results = map(_pointer, (tokens, values, log_probs, broken, room))
-    ids, places = (None, None) if of is None else map(_pointer, of)
-    sizes = map(c_long, (*logits.shape, size if of is None else len(of.places)))
+    ids, indices = (None, None) if of is None else map(_pointer, of)
+    sizes = map(c_long, (*logits.shape, size if of is None else len(of.indices)))
     inputs = _pointer(logits), *map(pointer, (limits, draws, row_positions))
-    library.rank_rows(*sizes, ids, places, *inputs, c_long(num), *results, c_int(torch.get_num_threads()))
+    library.rank_rows(*sizes, ids, indices, *inputs, c_long(num), *results, c_int(torch.get_num_threads()))
     return Ranked(tokens, values, broken, log_probs)
 
 

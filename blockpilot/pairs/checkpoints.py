@@ -24,7 +24,7 @@ NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
 _DRAFT_FILES = ("config.json", "*.safetensors", VOCABULARY_FILE)
 _TARGET_FILES = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"),
-    "additional_chat_templates/*.jinja",  # where transformers keeps templates beside the default one
+    "additional_chat_templates/*.jinja",  # transformers' folder of further chat templates
 )
 
 

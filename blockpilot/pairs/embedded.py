@@ -16,7 +16,7 @@ from blockpilot.pairs.gguf_files import convert_gguf
 from blockpilot.pairs.table import EMBEDDED_TARGET, GEMMA3_270M
 from blockpilot.storage import CACHE
 
-_PIECE = 1 << 20  # bytes read at once
+_PIECE = 1 << 20  # bytes per read
 
 
 class Wheels(NamedTuple):
@@ -64,7 +64,7 @@ def converted(files: Sequence[Path], cache_dir: Path, sha256: str) -> Path:
     """Checkpoint directory of a GGUF file, given in parts, in `cache_dir`; converted if it does not exist yet.
 
     Raises ValueError if the file's checksum differs from `sha256`. Concurrent processes convert into separate
-    temporary directories, and the first to rename its own wins.
+    temporary directories, and the first to rename its directory wins.
     """
     directory = cache_dir / f"{files[0].name.partition('.gguf')[0]}-{sha256[:12]}-v1"
     if directory.is_dir():
@@ -87,7 +87,7 @@ def converted(files: Sequence[Path], cache_dir: Path, sha256: str) -> Path:
 
 
 def _checksum(files: Sequence[Path]) -> str:
-    """SHA-256 of the files, one after the other."""
+    """SHA-256 of the concatenated files."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -97,7 +97,7 @@ def _checksum(files: Sequence[Path]) -> str:
 
 
 def _joined(files: Sequence[Path], target: Path) -> Path:
-    """The files, one after the other, as one."""
+    """Write the concatenated files to `target`, and return it."""
     with target.open("wb") as joined:
         for file in files:
             with file.open("rb") as stream:

@@ -21,7 +21,7 @@ class GgufFamily(NamedTuple):
     names: Mapping[str, str]
     """Names of a layer's weights in transformers, by their names in GGUF."""
     weight: Callable[[str, "Tensor", Fields], "Tensor"]
-    """A weight of this name in GGUF as transformers stores it, by the config."""
+    """Converts a weight to transformers' layout, given its name in GGUF and the config."""
     tokenizer: Callable[[Fields], Any]
     """A `Tokenizer` of the tokenizers library."""
 
@@ -145,8 +145,8 @@ def _byte_level_tokenizer(fields: Fields) -> Any:
 
 
 def _gemma3_config(fields: Fields) -> dict[str, Any]:
-    """Every sixth layer sees the whole text; the others have a window and a rotary base of their own (arXiv
-    2503.19786, section 2).
+    """Config of Gemma 3: full attention in every sixth layer, a sliding window and a separate rotary base in the
+    others (arXiv 2503.19786, section 2).
     """
     if "gemma3.rope.scaling.type" in fields:
         raise ValueError("GGUF gemma3.rope.scaling.type: Gemma 3 is converted without rotary scaling only")
@@ -155,7 +155,7 @@ def _gemma3_config(fields: Fields) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "head_dim": size,
-        "query_pre_attn_scalar": size,  # 27B, which has another, has another shape, too
+        "query_pre_attn_scalar": size,  # 27B has another value, and another shape, too
         "sliding_window": fields["gemma3.attention.sliding_window"],
         "layer_types": ["sliding_attention" if i % 6 else "full_attention" for i in range(1, num_layers + 1)],
         "rope_parameters": {
@@ -166,18 +166,18 @@ def _gemma3_config(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma3_weight(part: str, weight: "Tensor", config: Fields) -> "Tensor":
-    return weight - 1 if part.endswith("norm") else weight  # GGUF has added the 1 that transformers adds
+    return weight - 1 if part.endswith("norm") else weight  # GGUF includes the 1 that transformers adds
 
 
 def _scored_tokenizer(fields: Fields) -> Any:
-    """SentencePiece's BPE: the best-scored merge first, and bytes of characters that are no token.
+    """SentencePiece's BPE: the merge with the best score first, and byte fallback for characters without a token.
 
-    Tokens that Gemma's authors defined (runs of spaces and line breaks, tags) are matched before any merge.
+    User-defined tokens (runs of spaces and line breaks, tags) are matched before any merge.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     kinds = fields["tokenizer.ggml.token_type"]
-    tokens = [token.replace(" ", _SPACE) for token in fields["tokenizer.ggml.tokens"]]  # runs of spaces are plain
+    tokens = [token.replace(" ", _SPACE) for token in fields["tokenizer.ggml.tokens"]]  # runs have plain spaces
     bos, unknown = (fields[f"tokenizer.ggml.{key}_token_id"] for key in ("bos", "unknown"))
     merges = scored_merges(tokens, kinds, fields["tokenizer.ggml.scores"])
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -185,12 +185,14 @@ def _scored_tokenizer(fields: Fields) -> Any:
     backend = Tokenizer(models.BPE(vocabulary, merges, **options))
     backend.normalizer = normalizers.Replace(" ", _SPACE)
     backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    of_kind = {
-        kind: [token for token, of_token in zip(tokens, kinds, strict=True) if of_token == kind]
+    tokens_by_kind = {
+        kind: [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == kind]
         for kind in (CONTROL, USER_DEFINED)
     }
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in of_kind[CONTROL]])
-    backend.add_tokens([AddedToken(token, normalized=True) for token in of_kind[USER_DEFINED]])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens_by_kind[CONTROL]]
+    )
+    backend.add_tokens([AddedToken(token, normalized=True) for token in tokens_by_kind[USER_DEFINED]])
     if fields["tokenizer.ggml.add_bos_token"]:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
@@ -199,7 +201,7 @@ def _scored_tokenizer(fields: Fields) -> Any:
 
 
 def scored_merges(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs of normal tokens that form a normal token, by its score, the best first."""
+    """Pairs of normal tokens that form a normal token, sorted by its score, best first."""
     normal = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == NORMAL}
     ranked = list[tuple[float, int, int, int]]()
     for token, i in normal.items():

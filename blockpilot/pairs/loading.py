@@ -43,7 +43,7 @@ _NAMES = {
     "gemma3_text": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"},
     "gemma4_text": {r"^model\.language_model\.": "model."},
 }
-"""By family, parts of weights' names in checkpoints that also read images, and what they are in the text model."""
+"""By family, patterns of weight names in multimodal checkpoints, and their replacements in the text model."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -67,7 +67,7 @@ class Pair:
         return not isinstance(self.draft, NoDraft)
 
     def need_draft(self, what: str) -> None:
-        """Raise ValueError, naming the target and `what` needs a draft, for a pair without one."""
+        """Raise ValueError for a pair without a draft; the message names the target and `what`."""
         if not self.has_draft:
             raise ValueError(no_draft_message(self.id.target, what))
 
@@ -167,7 +167,7 @@ def _pair(
 
 
 def weight_bytes(models: Iterable[nn.Module], dtype: torch.dtype) -> int:
-    """Bytes of the weights of models in a dtype; of models that are not packed for layers in C."""
+    """Bytes of the weights of models in a dtype; the models must not be packed for layers in C."""
     return sum(weight.numel() for model in models for weight in model.parameters()) * dtype.itemsize
 
 
@@ -183,8 +183,8 @@ def check_weights(pair_id: PairId, models: Iterable[nn.Module], dtype: torch.dty
 def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """Causal language model, tokenizer and revision of a hub id or local directory.
 
-    Raises ValueError if there is no such model, for an unsupported family, which is checked first, and for weights
-    that are not safetensors, or not all there.
+    Raises ValueError for a model that does not exist, an unsupported family (checked first), and weights that are
+    not safetensors or are incomplete.
     """
     checkpoint = find_target(name)
     path = str(checkpoint.directory)
@@ -193,7 +193,7 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
         tokenizer = load_tokenizer(checkpoint.directory)
         options: dict[str, Any] = {"config": config, "key_mapping": _NAMES.get(config.model_type), "dtype": dtype}
         options |= {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        if getattr(config, "quantization_config", None) is not None:  # MXFP4: bfloat16 has all of its numbers
+        if getattr(config, "quantization_config", None) is not None:  # MXFP4: bfloat16 represents all of its values
             options["quantization_config"] = Mxfp4Config(dequantize=True)
         model, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, **options))
     except NOT_FOUND as error:
@@ -206,7 +206,7 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
 
 
 def network_config(directory: Path) -> PretrainedConfig:
-    """Configuration of a target, parsed by its family's class, whichever version of transformers wrote it.
+    """Configuration of a target, parsed by its family's class, regardless of the transformers version that wrote it.
 
     Raises ValueError for an unsupported family or feature. The family is read from the raw file, because transformers
     would first ask whether to run the checkpoint's code.
@@ -225,7 +225,7 @@ def network_config(directory: Path) -> PretrainedConfig:
 
 
 def _text_part(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
-    """Configuration of a checkpoint's language model: itself, or a part of one that also reads images."""
+    """Configuration of a checkpoint's language model: `config` itself, or its text part if it is multimodal."""
     text = config.get_text_config()
     if text is config:
         return config
@@ -236,7 +236,7 @@ def _text_part(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer with its chat template, from any file that may hold it; raises ValueError for none."""
+    """A checkpoint's tokenizer with its chat template, from any file that may hold it; ValueError if none loads."""
     if not any((directory / name).is_file() for name in _TOKENIZERS):  # some classes would build an empty tokenizer
         raise ValueError(f"target {directory}: no tokenizer there, one of {', '.join(_TOKENIZERS)}")
     try:

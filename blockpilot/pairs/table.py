@@ -1,4 +1,4 @@
-"""Named pairs of target and draft; a new one is one line of NAMED_PAIRS, and its revisions."""
+"""Named pairs of target and draft; to add one, add a line to NAMED_PAIRS and its revisions."""
 
 import hashlib
 import re
@@ -33,7 +33,7 @@ REVISIONS = {
     "deepseek-ai/eagle3_qwen3_8b_ttt7": "f6485ba8d21e11942958617dbe7e71b467f38f38",
     "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": "f4fa34a8f803a0ba75d048d6b3dbc1ad5149e9ac",
 }
-"""Hub commits of the named pairs' models. The newest is taken of a model without one; results record which."""
+"""Hub commits of the named pairs' models. A model without an entry uses its newest one; results record it."""
 
 
 def _pair(target: str, draft: str) -> NamedPair:
@@ -65,7 +65,7 @@ WITHOUT_DRAFT = "plain decoding plus what is looked up in each text"
 
 
 def check_pair_names(name: str | None, target: str | None, draft: str | None) -> None:
-    """Raise ValueError unless exactly a known pair name, or a target with or without a draft, is given."""
+    """Raise ValueError unless either a known pair name or a target, with or without a draft, is given."""
     if name is not None and (target or draft):
         raise ValueError(f"pair {name!r} with target {target!r} and draft {draft!r}: give a name, or both models")
     if name is None and not target:

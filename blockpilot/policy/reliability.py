@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Prior
-from blockpilot.drafts.choices import own_chances
-from blockpilot.engine.trees import best_first, choices_of, drawn_apart
+from blockpilot.drafts.choices import draft_probs
+from blockpilot.engine.trees import best_first, choices_of, independent_slots
 from blockpilot.policy.outcomes import Proposed
 from blockpilot.types import Candidates
 
@@ -39,7 +39,7 @@ def reliability(prior: Prior | None, steps: Proposed) -> list[Bin]:
     bins = [[0, 0.0, 0] for _ in range(NUM_BINS)]
     for step_probs, ranks in zip(probs_by_step, steps.ranks.tolist(), strict=True):
         accepted = [True]  # of the anchor and every node
-        slots = drawn_apart([list(range(num_choices))] * depth, step_probs)
+        slots = independent_slots([list(range(num_choices))] * depth, step_probs)
         for node in islice(best_first(choices_of(slots)), NUM_NODES):
             right_choice = ranks[node.depth - 1]
             accepted.append(accepted[node.parent] and node.token == right_choice)
@@ -64,7 +64,7 @@ def _probs(prior: Prior | None, steps: Proposed) -> Array:
     scores, log_probs = (values.float().flatten(0, 1) for values in (steps.scores, steps.log_probs))
     candidates = Candidates(tokens, scores, log_probs, steps.drawn.repeat_interleave(depth))
     if prior is None:
-        draft_probs: Array = own_chances(candidates).numpy()
-        return draft_probs
+        probs: Array = draft_probs(candidates).numpy()
+        return probs
     has_candidates, depths = np.ones(len(tokens), dtype=bool), np.tile(np.arange(depth), num_steps)
     return AcceptanceModel(max(depth, 1), prior).propose(has_candidates, candidates, depths).chances

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 TURNS = ("messages", "prompt", "conversations", "conversation", "turns")  # the first one present is used
 TEXTS = ("instruction", "question", "problem", "query")  # a row may have one of them only
-LAST = ("input", "text")  # used without any of the others: beside them they are a part of the prompt, or the answer
+LAST = ("input", "text")  # used only without the others; with one they are a part of the prompt, or the answer
 PROMPT_FIELDS = (*TURNS, *TEXTS, *LAST)
 FIELDS = (*PROMPT_FIELDS, "body", "system", "system_prompt", "set", "follow_ups")
 ROLES = ("system", "user", "assistant", "tool")
@@ -103,7 +103,7 @@ def _turns(name: str, row: Mapping[str, Any]) -> tuple[list[Turn], list[str]]:
         extra = row.get("input") if name == "instruction" else None
         has_input = isinstance(extra, str) and extra.strip()
         turns = [Turn("user", f"{_text(value)}\n\n{_text(extra)}" if has_input else _text(value))]
-    # A system prompt beside `messages` or `prompt` is ignored, so that unfinished sweeps of such files can resume.
+    # A system prompt next to `messages` or `prompt` is ignored, so that unfinished sweeps of such files can resume.
     system = None if name in ("messages", "prompt") else _first(row, "system", "system_prompt")
     if isinstance(system, str) and system.strip() and turns[0].role != "system":
         turns.insert(0, Turn("system", _text(system)))

@@ -71,7 +71,7 @@ class Prompt:
         return cls(fields["set"], messages, tuple(fields["follow_ups"]))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """Token ids before the answer: of the chat template, or of `text` if the tokenizer has no template.
+        """Token ids up to the answer: by the chat template, or of `text` if the tokenizer has no template.
 
         Control tokens in a message are encoded as text, so they cannot begin or end a turn. Raises ValueError for
         messages that the template refuses, such as for their roles or their order.
@@ -89,17 +89,17 @@ def encode_messages(
 ) -> tuple[int, ...]:
     """Token ids of messages by the chat template, with optional tools; see `Prompt.encode`.
 
-    Control tokens in the messages, the tools or chat_template_kwargs are encoded as text. TEMPLATE_DEFAULTS complete
-    chat_template_kwargs.
+    Control tokens in the messages, the tools or chat_template_kwargs are encoded as text. TEMPLATE_DEFAULTS apply
+    to options that chat_template_kwargs lacks.
     """
     control_tokens = _control_tokens(tokenizer)
     template_inputs = [list(messages), list(tools), dict(chat_template_kwargs)]
     if any(token in text for text in _strings(template_inputs) for token in control_tokens):
-        return _encode_apart(tokenizer, template_inputs, control_tokens)
+        return _encode_separately(tokenizer, template_inputs, control_tokens)
     return tuple(_render(tokenizer, template_inputs, tokenize=True, return_dict=False))
 
 
-def _encode_apart(
+def _encode_separately(
     tokenizer: PreTrainedTokenizerBase,
     template_inputs: list[Any],
     control_tokens: Sequence[str],
@@ -124,7 +124,7 @@ def _encode_apart(
         template_inputs = marked(template_inputs)
     except RecursionError:
         raise ValueError("messages: nested too deeply") from None
-    # Template, number of a control token, template, ...
+    # Alternately rendered text and the number of a control token.
     pieces = re.split(rf"{marker}(\d+)\.", _render(tokenizer, template_inputs, tokenize=False))
     ids = list[int]()
     for index, piece in enumerate(pieces):
@@ -236,7 +236,7 @@ def save_prompts(path: Place, prompts: Iterable[Prompt]) -> None:
 
 
 def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, held out): a hash of each prompt's text decides, with probability `held_out` of holding it out.
+    """(train, held out) prompts; a hash of each prompt's text holds it out with probability `held_out`.
 
     The decision does not depend on other prompts, so the two sides never share a text.
     """

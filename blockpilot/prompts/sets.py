@@ -150,7 +150,7 @@ def _standard_library() -> Iterator[_Documented]:
 
 
 def _documented(module: str, source: bytes) -> Iterator[_Documented]:
-    """Every public class, function and method of a module whose docstring opens with 20 to 300 characters."""
+    """Public classes, functions and methods of a module with 20 to 300 characters in the docstring's summary."""
     tree = ast.parse(source)
     owners: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
     owners += [(f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef)]

@@ -2,10 +2,10 @@
 
 The keyed sampler makes a request's text the same for every block size. The target therefore runs once over the
 finished text, and the draft alone decides what a step emits: draft at the anchor, compare with the text, move to the
-next anchor. The replay counts what the engine counts, at any temperature (near ties may differ without
-layers in C).
+next anchor. The replay accepts as many tokens as the engine, at any temperature (near ties may differ
+without layers in C).
 
-The LM head runs position by position over the blocks that are right so far: about tau rows per block.
+The LM head runs slot by slot, for blocks whose tokens so far match the text: about tau rows per block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext
-from blockpilot.drafts.choices import own_chances
+from blockpilot.drafts.choices import draft_probs
 from blockpilot.engine.drafting import draft_candidates
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
@@ -30,7 +30,7 @@ ANCHORS_AT_ONCE = 32 * ANCHORS_PER_ROW  # anchors of one text in one draft pass
 
 
 class Text(NamedTuple):
-    """A finished request: tokens of prompt and answer, and the maximum length that it had."""
+    """Finished request: tokens of prompt and answer, and its maximum length."""
 
     tokens: tuple[int, ...]
     num_prompt_tokens: int
@@ -71,9 +71,9 @@ class KnownTexts(NamedTuple):
 
 @torch.inference_mode()
 def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
-    """Run the target over the texts in chunks of columns, and update the draft's cache with each chunk.
+    """Run the target over the texts by chunked prefill, and update the draft's cache with each chunk.
 
-    A chunk holds only the texts that are long enough, so short texts cost nothing beside long ones.
+    A chunk leaves out texts that have already ended, so most of the padding of short texts is skipped.
     """
     target, draft = Target(pair.target, pair.layer_ids), pair.prepared_draft
     device, lengths = pair.target.device, [len(text.tokens) for text in texts]
@@ -91,7 +91,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
         assert scored.features is not None
         packing = Packing([end - start] * len(rows), [start] * len(rows), device)
         next_tokens = shifted_tokens[rows, start:end].flatten().tolist()
-        context_vectors = draft.keep_up(scored.features.flatten(0, 1), next_tokens, slots, packing, draft_cache)
+        context_vectors = draft.update_cache(scored.features.flatten(0, 1), next_tokens, slots, packing, draft_cache)
         context[rows, start:end] = context_vectors.view(len(rows), end - start, -1)
         start = end
     keys, values = (tuple(layers) for layers in draft_cache.unpadded(length).unbind(dim=1))
@@ -131,7 +131,7 @@ def walk(pair: Pair, known_texts: KnownTexts, candidates: Sequence[int]) -> list
 
 @torch.inference_mode()
 def accepted_everywhere(pair: Pair, known_texts: KnownTexts, block_size: int) -> list[list[int]]:
-    """[text][anchor] = drafted tokens accepted at every position of the answer, in order."""
+    """Numbers of accepted tokens [text][anchor]; every position of the answer but the last is an anchor, in order."""
     one_by_one = (known_texts.rows(torch.tensor([i])) for i in range(len(known_texts.texts)))
     return [_accepted_everywhere(pair, text, block_size) for text in one_by_one]
 
@@ -168,12 +168,12 @@ def _drafted_at(
 
 
 class ProposedChoices(NamedTuple):
-    """The draft's k best choices for each of D slots at P anchors, and which of them was right."""
+    """The draft's k best choices for each of D slots at P anchors, and which of them is the text's token."""
 
     ranks: Tensor
-    """[P, D] int8: index of the text's token among the k choices, -1 for none of them, -2 for unknown."""
+    """[P, D] int8: index of the text's token among the k choices; -1: absent; -2: not drafted, or past the text."""
     scores: Tensor
-    """[P, D, k] float16, like log_probs: those of `Candidates`."""
+    """[P, D, k] float16, as log_probs; see `Candidates`."""
     log_probs: Tensor
     nodes: Tensor | None
     """[P, D] uint8: `nodes_needed` by the draft's own probabilities; None if a slot depends on earlier choices."""
@@ -201,7 +201,7 @@ def choices_at(pair: Pair, known_texts: KnownTexts, anchors: Tensor, num_choices
         scores, log_probs = candidates.scores.half().view(shape), candidates.log_probs.half().view(shape)
         nodes = None
         if not is_linked:
-            nodes = _nodes_needed_at(own_chances(candidates)[0].view(shape), ranks, is_drafted.sum(dim=1))
+            nodes = _nodes_needed_at(draft_probs(candidates)[0].view(shape), ranks, is_drafted.sum(dim=1))
         groups.append(ProposedChoices(ranks.char(), scores, log_probs, nodes))
     nodes = None if is_linked else torch.cat([group.nodes for group in groups if group.nodes is not None])
     ranks, scores, log_probs = (torch.cat(values) for values in list(zip(*groups, strict=True))[:3])
@@ -209,7 +209,7 @@ def choices_at(pair: Pair, known_texts: KnownTexts, anchors: Tensor, num_choices
 
 
 def _nodes_needed_at(probs: Tensor, ranks: Tensor, num_drafted: Tensor) -> Tensor:
-    """`nodes_needed` [P, D] for probabilities [P, D, k] and ranks [P, D]; num_drafted [P] are the drafted slots."""
+    """`nodes_needed` [P, D] for probabilities [P, D, k], ranks [P, D] and numbers of drafted slots [P]."""
     width, rows = ranks.shape[1], []
     for anchor_probs, anchor_ranks, num in zip(probs.tolist(), ranks.tolist(), num_drafted.tolist(), strict=True):
         num_nodes = nodes_needed(anchor_probs[:num], anchor_ranks[:num])
@@ -225,7 +225,7 @@ def _candidates(
     num_choices: int,
     before: Tensor,
 ) -> Candidates:
-    """The draft's best choices at hidden states [M, hidden] that follow the tokens `before` [M]."""
+    """The draft's best choices for slots with hidden states [M, hidden] and preceding tokens `before` [M]."""
     parts, head = [], pair.prepared_draft.head
     for start in range(0, max(len(hidden), 1), HEAD_ROWS):
         part = slice(start, start + HEAD_ROWS)
@@ -238,7 +238,7 @@ def _candidates(
 
 
 def count_accepted(pair: Pair, known_texts: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
-    """Number [R, A] of each block's drafted tokens before the first that differs from the text.
+    """Number of accepted tokens [R, A] per block: drafted tokens before the first that differs from the text.
 
     hidden [R, sum(widths), hidden] are those of the blocks' positions; row r's text is known_texts.texts[r].
     """
@@ -261,7 +261,7 @@ def count_accepted(pair: Pair, known_texts: KnownTexts, hidden: Tensor, blocks: 
 
 
 def _draw(pair: Pair, known_texts: KnownTexts, hidden: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-    """The draft's tokens [M], drawn as in the engine; hidden [M, hidden] are at positions [M] of texts `rows`."""
+    """Draft tokens [M], sampled as in the engine; hidden [M, hidden]: states at positions [M] of texts `rows`."""
     sampling = [known_texts.texts[i].sampling for i in rows.tolist()]
     before = known_texts.tokens[rows, positions - 1]
     return _candidates(pair, hidden, positions.tolist(), sampling, 1, before).tokens[:, 0]

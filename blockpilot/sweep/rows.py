@@ -42,7 +42,7 @@ class SweepRow:
     prompt_set: str
     prompt: str  # its text
     num_prompt_tokens: Annotated[int, pa.int32()]
-    output_tokens: Ints  # of the first candidate, with the prefill's token
+    output_tokens: Ints  # of the first candidate, including the prefill's token
     finish_reason: str  # "stop" or "length"
     candidates: Ints  # ascending block sizes
     taus: Annotated[list[float], pa.list_(pa.float64())]  # emitted tokens per verify step
@@ -57,20 +57,20 @@ class SweepRow:
     tail_mass: Annotated[float, pa.float32()]  # sum of all other prefill_probs
     context: Floats  # [draft hidden]: context vector at the last prompt token; empty if no candidate drafts
     step_places: Ints  # P consecutive positions p of `accepted` with a recorded step; empty unless dense
-    step_contexts: bytes  # float16 [P, draft hidden]: the context vector before the anchor
+    step_contexts: bytes  # float16 [P, draft hidden]: the context vector at the token before the anchor
     step_embeddings: bytes  # float16 [P, target hidden]: the target's embedding of the anchor
     seed: int  # of the sampler
     temperature: float
     # The draft's NUM_CHOICES best choices for each of its D slots at step_places; empty unless dense.
-    step_ranks: bytes = b""  # int8 [P, D]: index of the right choice, -1 for none of them, -2 for unknown
-    step_scores: bytes = b""  # float16 [P, D, NUM_CHOICES], like step_log_probs: those of types.Candidates
+    step_ranks: bytes = b""  # int8 [P, D]: index of the text's token; -1 if absent; -2 if unknown
+    step_scores: bytes = b""  # float16 [P, D, NUM_CHOICES], as step_log_probs; see types.Candidates
     step_log_probs: bytes = b""
     step_nodes: bytes = b""
     """uint8 [P, D]: nodes of the smallest tree that accepts up to each depth (sweep/trees.py); empty if slots depend
     on earlier choices."""
     step_matches: bytes = b""
-    """uint8 [P, 2] of prompt lookup: length of the text end's longest match at an earlier position, 0 for none,
-    and how many of the tokens after that match follow here, too; empty without the functions in C."""
+    """uint8 [P, 2] of prompt lookup: length of the longest earlier match of the text's end (0 if there is none), and
+    number of tokens after the match that also follow the anchor; empty without the functions in C."""
 
 
 def _arrow_type(annotation: Any) -> Any:
@@ -104,7 +104,7 @@ class Metadata:
     pair: PairId
     dtype: str
     vocab_size: int
-    block_size: int  # the draft's trained one
+    block_size: int  # that the draft was trained for
     candidates: list[int]
     versions: dict[str, str]
     git_commit: str

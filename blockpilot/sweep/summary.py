@@ -1,4 +1,4 @@
-"""Totals of a sweep: tau by candidate and by tree size, best candidates, and the upper bound of a choice per step."""
+"""Totals of a sweep: tau by candidate and by tree size, best candidates, tau of an oracle choice at every step."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from blockpilot.sweep.trees import MOST_NODES, emitted_along
 
 
 class SlotAccuracy(NamedTuple):
-    """Shares of positions where a slot's first choice, after the right token before it, is the target's token, and
+    """Accuracy of a slot after a right token: share of positions where its first choice is the target's token, and
     where any recorded choice is.
     """
 
@@ -30,13 +30,13 @@ class Summary:
     num_rows: int = 0
     num_disagreements: int = 0  # rows whose candidates gave different texts
     num_dense_tokens: int = 0  # tokens of dense rows
-    num_fewest_steps: int = 0  # the fewest steps that emit them
+    num_fewest_steps: int = 0  # the fewest steps that can emit them
     num_places: int = 0  # positions of rows with `step_nodes`
-    tree_steps: Counter[int] = field(default_factory=Counter)  # by nodes of a tree: steps through these positions
-    chain_steps: Counter[int] = field(default_factory=Counter)  # by drafted tokens of a chain: likewise
+    tree_steps: Counter[int] = field(default_factory=Counter)  # by nodes of a tree: steps that decode these positions
+    chain_steps: Counter[int] = field(default_factory=Counter)  # by drafted tokens of a chain: steps that decode them
     slots: Counter[int] = field(default_factory=Counter)  # by slot: positions where a dense sweep recorded choices
-    first_right: Counter[int] = field(default_factory=Counter)  # by slot: the first choice is the target's token
-    any_right: Counter[int] = field(default_factory=Counter)  # by slot: a choice is
+    first_right: Counter[int] = field(default_factory=Counter)  # by slot: positions where the first choice is right
+    any_right: Counter[int] = field(default_factory=Counter)  # by slot: positions where any choice is right
 
     def add(self, rows: Sequence[SweepRow]) -> "Summary":
         """Add rows and return the summary. Among equally good candidates the smallest counts as the best."""
@@ -58,7 +58,7 @@ class Summary:
 
     @classmethod
     def total(cls, summaries: Iterable["Summary"]) -> "Summary":
-        """The summary of all rows that these have counted."""
+        """Sum of several summaries."""
         total = cls()
         for summary in summaries:
             for part in fields(cls):
@@ -67,11 +67,11 @@ class Summary:
 
     def _add_slots(self, row: SweepRow) -> None:
         ranks = np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
-        for slot, of_slot in enumerate(ranks.T, 1):
-            known = of_slot != -2
+        for slot, slot_ranks in enumerate(ranks.T, 1):
+            known = slot_ranks != -2
             self.slots[slot] += int(known.sum())
-            self.first_right[slot] += int((of_slot == 0).sum())
-            self.any_right[slot] += int((of_slot >= 0).sum())
+            self.first_right[slot] += int((slot_ranks == 0).sum())
+            self.any_right[slot] += int((slot_ranks >= 0).sum())
 
     def _add_trees(self, row: SweepRow) -> None:
         recorded = slice(row.step_places[0], row.step_places[-1] + 1)
@@ -124,7 +124,7 @@ class Summary:
 
 
 def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
-    """Fewest steps that decode a text, with an oracle's choice of candidate at every step: a bound of any policy.
+    """Fewest steps that decode a text if an oracle chooses the candidate at every step: a bound for any policy.
 
     accepted[c][p]: drafted tokens of candidate c accepted at anchor p, from a dense sweep. Dynamic programming from
     the end.

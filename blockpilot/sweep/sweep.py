@@ -76,7 +76,7 @@ class CandidateRun:
 
 @dataclass(frozen=True)
 class SweepTurn:
-    """One turn of a prompt in a sweep; `later_ids` are the prompt_ids of later turns, `error` why it cannot run."""
+    """One turn of a prompt in a sweep. `later_ids`: prompt_ids of later turns; `error`: why the turn cannot run."""
 
     prompt_id: str
     prompt: Prompt
@@ -123,7 +123,7 @@ class SweepTurn:
 
 
 Runs = list[CandidateRun] | str
-"""A run for every candidate, or the reason that there is none."""
+"""A run for every candidate, or the reason why the turn cannot run."""
 
 
 def sweep_prompts(
@@ -144,11 +144,11 @@ def sweep_prompts(
 
     `decode` decodes every prompt with each candidate. `replay` gives the same from one decoding of every prompt and
     draft passes over its text, `num_slots` prompts at a time. `dense` drafts at every position of the text, about tau
-    times the work, and records the accepted tokens of every position, and the draft's choices at `step_samples`
-    consecutive ones.
+    times the work, and records the accepted tokens at every position, and the draft's choices at `step_samples`
+    consecutive positions.
 
-    `text_block_size` decodes the text of a replay; the text is the same with any. The default is 1 on a CPU, where
-    wide steps of a full batch are slow, and the draft's trained block size on a GPU, where they cost little more.
+    `text_block_size` decodes the text of a replay, and does not change it. The default is 1 on a CPU, where wide
+    steps of a full batch are slow, and the draft's trained block size on a GPU, where they cost little more.
 
     A prompt's follow-ups are asked after the target's answers; every turn has a row. A turn that cannot be swept
     (empty, longer than the context, finished by its prefill) becomes a reject, with all later turns of its prompt.
@@ -284,9 +284,9 @@ def _replay_group(
 
 
 def _recorded_steps(pair: Pair, known_texts: KnownTexts, index: int, run: CandidateRun, num_samples: int) -> _Steps:
-    """Up to `num_samples` consecutive steps of a text, drawn at random, from the largest candidate's run.
+    """Up to `num_samples` consecutive steps of a text from the largest candidate's run; the first step is random.
 
-    Steps whose block would pass the text's length limit are left out.
+    Steps whose block would exceed the text's length limit are left out.
     """
     text, num_steps = known_texts.texts[index], len(run.tokens) - 1
     num_usable = num_steps if run.finish_reason == "stop" else max(num_steps - run.block_size + 1, 0)

@@ -21,7 +21,7 @@ from pydantic import Field
 from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Paths, Prior
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, passes, read_price
-from blockpilot.engine.growing import Grown, Offered, grow_all, offer, offer_paths, verified
+from blockpilot.engine.growing import GrownTrees, StepCandidates, grow_all, merge_paths, score_candidates, verified
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row
 from blockpilot.evaluation.tables import markdown
@@ -86,7 +86,7 @@ def _cost(num_rows: int, num_steps: int) -> dict[str, str]:
 
 
 def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Callable[[], object]], float]]:
-    """Steps of rows that accept their first candidate; a step calls its argument between its parts, returns seconds.
+    """Steps whose rows accept their first candidate; each calls its argument between its parts, returns its seconds.
 
     With a context, rows use prompt lookup in texts of that many repeating tokens, so every row has a match.
     """
@@ -100,7 +100,7 @@ def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Ca
 
     def step(between: Callable[[], object]) -> float:
         started = time.perf_counter()
-        paths = lookup.paths(rows, sampled, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
+        paths = lookup.paths(rows, sampled, MAX_BLOCK_SIZE - 1, controller.cut_paths) if context else None
         kinds = controller.kinds(sampled, paths)
         depths = controller.plan(Planned(kinds, max_depths), Load(0)).tolist()
         seconds = time.perf_counter() - started
@@ -147,13 +147,13 @@ def _select(
     candidates: Candidates,
     kinds: Array,
     paths: Paths | None = None,
-) -> tuple[Grown, Offered | None]:
+) -> tuple[GrownTrees, StepCandidates | None]:
     """Select nodes as the engine does, for rows that drafted these depths."""
     slots = [slot for slot, depth in enumerate(depths) if depth]
     slot_depths = [depths[slot] for slot in slots]
-    offered = offer(candidates, slots, [True] * len(slots), slot_depths, controller) if slots else None
+    offered = score_candidates(candidates, slots, [True] * len(slots), slot_depths, controller) if slots else None
     if paths is not None:
-        offered = offer_paths(offered, paths, controller.model.paths.weights)
+        offered = merge_paths(offered, paths, controller.model.paths.weights)
     drafted = Load(len(rows), sum(depths))
     select = partial(controller.select, drafted=drafted)
     return grow_all(rows, offered, kinds, select, MAX_BLOCK_SIZE - 1), offered
@@ -271,10 +271,10 @@ def _candidates_at(drafting: Sequence[tuple[ReplayedText, int, int]]) -> Candida
     return _candidates(scores, log_probs, drawn=False)._replace(drawn=drawn)
 
 
-def _path(grown: Grown, g: int, correct_ranks: Array) -> list[int]:
+def _path(grown: GrownTrees, g: int, correct_ranks: Array) -> list[int]:
     """The accepted path in the tree of row g, whose nodes are candidates of a draft without edges."""
     children, size = dict[tuple[int, int], int](), grown.sizes[g]
-    nodes = zip(grown.nodes.parents[g, :size].tolist(), grown.nodes.choices[g, :size].tolist(), strict=True)
+    nodes = zip(grown.nodes.parents[g, :size].tolist(), grown.nodes.choice_index[g, :size].tolist(), strict=True)
     for number, (parent, choice) in enumerate(nodes, 1):
         children[parent, choice % NUM_CHOICES] = number
     number, path = 0, [0]

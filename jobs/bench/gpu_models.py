@@ -1,7 +1,7 @@
-"""Shapes of targets, pairs with random weights on a device, and the bytes that a step of one has to read.
+"""Shapes of targets, pairs with random weights on a device, and the bytes that a step of a pair has to read.
 
-A mixture reads the experts that its tokens choose. With random weights the choices are independent: of E experts,
-n tokens with k each choose E (1 - (1 - k / E)^n) on average.
+A mixture of experts reads the experts that its tokens are routed to. With random weights the routing is independent:
+n tokens with k experts each read E (1 - (1 - k / E)^n) of E experts on average.
 """
 
 from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ FAMILIES = {
 
 @contextmanager
 def new_weights(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Models made inside get random weights, the same every time, on the device and in the dtype."""
+    """Give models created in the block reproducible random weights, on the device and in the dtype."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,9 +1,9 @@
 """Step time on a GPU, with CUDA graphs and eager, relative to the memory-bandwidth bound.
 
-Weights are random, in the shapes of published models, with a DFlash draft of 5 layers (gpu_models.py). A step is an
-engine's: the rows' blocks are drafted, verified and committed. The target's pass with LM head and sampling, of random
-tokens, and the draft's pass are also timed alone, back to back. The floor is the time to read weights and caches
-once, at the speed of a large copy.
+Weights are random, in the shapes of published models, with a DFlash draft of 5 layers (gpu_models.py). A step is
+that of an engine: the rows' blocks are drafted, verified and committed. The target's pass with LM head and sampling,
+of random tokens, and the draft's pass are also timed separately, back to back. The floor is the time to read weights
+and caches once, at the speed of a large copy.
 
     python -m jobs.bench.gpu_step --models 4b 8b --out gpu_step.json
     python -m jobs.bench.gpu_step --check
@@ -139,7 +139,7 @@ def passes_ms(engine: Engine, size: int, row_sampling: Sampling) -> tuple[float,
     """Milliseconds of the target's pass, with LM head and sampling, and of the draft's, averaged over NUM_PASSES."""
     device, rows = engine.pair.target.device, engine._rows
     starts, slots = [row.anchor_position for row in rows], list(range(len(rows)))
-    # Random: a mixture reads other experts for other tokens.
+    # Random: a mixture of experts reads different experts for different tokens.
     tokens = torch.randint(0, engine.pair.vocab_size, (size * len(rows),), device=device)
     sampling, positions, graphs = [row_sampling] * len(tokens), [0] * len(tokens), engine._cache.graphs
 
@@ -259,7 +259,7 @@ def answers(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]
 
 
 def check_texts(pair: Pair, family: str, temperature: float, ways: Sequence[str], failures: Failures) -> None:
-    """Compare the texts in every way with those of one request at a time, one token at a time, eager."""
+    """Compare the texts in every way with eager plain decoding of one request at a time."""
     alone, expected = with_graphs(pair, "eager", num_slots=1, max_length=512), []
     for request in requests_of(pair, temperature, plain=True):
         expected += answers(alone, [request])[0]

@@ -1,6 +1,6 @@
 """Worker process of a peer in the comparison: loads once, then decodes batches that it reads as lines of JSON.
 
-Run by `jobs/bench/peers.py` with the Python that has the peer installed. vLLM's need not have BlockPilot, so this
+Run by `jobs/bench/peers.py` with the Python that has the peer installed. vLLM's Python may lack BlockPilot, so this
 file imports only a peer and the standard library. It writes one line of JSON per batch to standard output; the
 libraries' own output goes to standard error.
 """
@@ -19,7 +19,7 @@ Decode = Callable[[Batch, int], list[list[int]]]
 
 
 def blockpilot(settings: dict[str, Any]) -> Decode:
-    """This engine, with block size `num_drafted` + 1, or adaptive; without a draft by prompt lookup."""
+    """This engine, with block size `num_drafted` + 1, or adaptive; with prompt lookup if there is no draft."""
     import torch
 
     from blockpilot.control.acceptance import AcceptanceModel

@@ -1,8 +1,8 @@
 """Comparison of this engine with alternatives on a CPU: transformers, llama.cpp and vLLM's CPU build.
 
 Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads.
-vLLM uses the same draft (without a selector over the draft's own vocabulary, which it cannot read), or lookup. This
-engine decodes with fixed block sizes, and by the untrained choice (which includes lookup), also without the draft.
+vLLM uses the same draft (without a selector over a separate vocabulary, which it cannot read), or lookup. This engine
+decodes with fixed block sizes, and with the untrained choice (which includes lookup), with and without the draft.
 Peers are interleaved batch by batch; each runs in a separate process that loads once and is suspended while others
 work. A row shows tokens per second, including the prefill, and the median over batches of the ratio to the first row.
 
@@ -126,8 +126,8 @@ def peers(config: PeersConfig) -> list[Peer]:
 
 
 def without_selector(draft: Path, folder: Path) -> Path:
-    """A DFlash draft without a candidate selector over the draft's own vocabulary, written to `folder`; the draft
-    itself if it has none.
+    """DFlash draft without its candidate selector, written to `folder`; the draft itself if it has no selector over a
+    separate vocabulary, or has convolutions.
     """
     model = load_draft(draft)
     if model.candidate_selector is None or model.vocabulary is None or model.options.conv_kernel_size:
@@ -220,7 +220,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ValueError(f"a peer has ended; what it said: {self._log}")
+            raise ValueError(f"a peer has ended; its log: {self._log}")
         os.killpg(self._process.pid, signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer

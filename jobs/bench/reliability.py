@@ -1,8 +1,8 @@
-"""Reliability of acceptance probabilities in decoding: by decile, what was expected and what was accepted.
+"""Reliability of acceptance probabilities in decoding: expected and observed acceptance by decile.
 
-Counted are the draft's verified tokens below accepted ones, each with the probability that it had in its step. The
-untrained model and a policy of kind step decode the same prompts, greedily and drawn; both learn while they decode.
-The last column is the mean error, weighted by tokens.
+Counted are the draft's verified tokens whose parent was accepted, each with its acceptance probability in that step.
+The untrained model and a policy of kind step decode the same prompts, greedily and sampled; both are updated while
+decoding. The last column is the mean error, weighted by tokens.
 
     python jobs/bench/reliability.py --policy workflows/policies/policy-step
 """
@@ -35,7 +35,7 @@ class ReliabilityConfig(Config):
 
     pair: PairConfig = PairConfig()
     policy: Place | None = None
-    """A policy of kind step, beside the untrained model."""
+    """A policy of kind step, to measure in addition to the untrained model."""
     prompts: tuple[str, ...] = ("gsm8k", "humaneval", "mt-bench", "mbpp")
     """Prompt sets and files."""
     num_prompts: int = Field(default=16, ge=1)
@@ -49,7 +49,7 @@ class ReliabilityConfig(Config):
 
 
 class RecordingController(Controller):
-    """Controller that counts, by decile of their probability, verified tokens and accepted ones."""
+    """Controller that counts verified and accepted tokens by decile of their acceptance probability."""
 
     def __init__(self, model: AcceptanceModel, price: StepPrice) -> None:
         super().__init__(model, price)
@@ -65,8 +65,8 @@ class RecordingController(Controller):
         if self._proposal is None or outcome.verified is None:
             return
         verified = outcome.verified()
-        contexts = np.minimum(verified.laters, NUM_CONTEXTS - 1)
-        chances = self._proposal.chances.reshape(NUM_CONTEXTS, -1)[contexts, verified.choices]
+        contexts = np.minimum(verified.num_later, NUM_CONTEXTS - 1)
+        chances = self._proposal.chances.reshape(NUM_CONTEXTS, -1)[contexts, verified.choice_index]
         deciles = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
         for total, weights in zip(self._sums, (None, chances, verified.right), strict=True):
             total += np.bincount(deciles, weights, NUM_BINS)

@@ -1,8 +1,8 @@
-"""Several replicas of a model on this machine: where conversations go, and how many replicas a burst gets.
+"""Benchmark of several replicas of a model on this machine: routing of conversations, and autoscaling in a burst.
 
-Conversations of several turns are asked with both ways of routing: how much of a later turn's prompt was cached, and
-the seconds to its first token. Then one replica meets a burst of conversations with autoscaling: replicas and seconds
-to the first token over time, as a picture, and the requests that were refused or failed.
+Conversations of several turns are sent with both ways of routing, to measure the cached share of later turns' prompts
+and the seconds to their first tokens. Then a burst of conversations starts on one replica with autoscaling, to plot
+replicas and seconds to the first token over time, and to count the requests that were refused or failed.
 
     python -m jobs.bench.replicas --prompts gsm8k mt-bench
 """
@@ -38,13 +38,13 @@ class BenchReplicasConfig(Config):
 
     pair: PairConfig = PairConfig()
     prompts: tuple[str, ...] = ("demo",)
-    """Prompt sets and files; a conversation asks several of their prompts, one after the other."""
+    """Prompt sets and files; a conversation sends several of their prompts, one after the other."""
     num_replicas: int = Field(default=3, ge=2)
-    """Replicas of the conversations, and at most in the burst."""
+    """Number of replicas in the test of routing, and the maximum in the burst."""
     num_slots: int = Field(default=4, ge=1)
-    """Rows of a replica."""
+    """Slots of a replica: requests that it decodes together."""
     num_clients: int = Field(default=4, ge=1)
-    """Conversations at a time."""
+    """Concurrent conversations in the test of routing."""
     num_conversations: int = Field(default=24, ge=1)
     """Conversations with each way of routing, and in the burst."""
     num_turns: int = Field(default=4, ge=2)
@@ -52,7 +52,7 @@ class BenchReplicasConfig(Config):
     max_tokens: int = Field(default=48, ge=2)
     """Maximum tokens of an answer."""
     burst_s: float = Field(default=60.0, gt=0)
-    """Seconds that the replicas are watched from the burst's begin on."""
+    """Seconds from the start of the burst in which replicas are counted."""
     port: int = Field(default=8765, ge=1, le=65535)
     output: Path = Path("runs/bench_replicas")
     """Output directory of the table, the figures as JSON, and the picture."""
@@ -68,7 +68,7 @@ class AskedTurn(NamedTuple):
 async def conversations(
     config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt], at_a_time: int
 ) -> list[AskedTurn]:
-    """Ask all conversations, `at_a_time` of them together; each has the answers so far before the next turn."""
+    """Send all conversations, `at_a_time` of them together; a turn includes the turns and answers before it."""
     turns, starts = list[AskedTurn](), iter(range(config.num_conversations))
     async with Clients(url) as clients:
         model = await clients.first_model()
@@ -89,7 +89,7 @@ async def conversations(
 
 
 def served(config: BenchReplicasConfig, routing: Routing, num_replicas: int, cpus: float) -> ServeConfig:
-    """The server with this number of replicas at the start."""
+    """Configuration of a server with this number of replicas at the start."""
     resources = ReplicaResources(num_actors=num_replicas, num_cpus=cpus)
     shared: dict[str, Any] = {"pair": config.pair, "port": config.port, "num_slots": config.num_slots}
     return ServeConfig(
@@ -117,7 +117,7 @@ def num_failed(turns: Sequence[AskedTurn]) -> int:
 
 
 async def burst(config: BenchReplicasConfig, url: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """All conversations at once; the number of replicas is sampled until `burst_s`."""
+    """Send all conversations together; the number of replicas is sampled until `burst_s`."""
     began, sampled = time.perf_counter(), list[tuple[float, int]]()
 
     async def watch() -> None:

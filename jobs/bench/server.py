@@ -62,7 +62,7 @@ class BenchServeConfig(Config):
     num_requests: int = Field(default=32, ge=1)
     """Requests in a round of an open loop."""
     max_tokens: int = Field(default=64, ge=2)
-    """Maximum tokens of an answer; each prompt has its limit, between half of this and this."""
+    """Maximum tokens of an answer; each prompt has a separate limit, between half of this and this."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     first_token_slo_s: float = Field(default=5.0, gt=0)

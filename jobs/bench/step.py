@@ -1,8 +1,8 @@
 """Step costs relative to a plain step, and the share of the memory bandwidth that plain decoding reaches.
 
-A plain step reads every weight once, so it is bound by memory; more tokens in it should cost almost nothing. Steps
-are those of an engine at `context` tokens: all kinds interleaved, the fastest of each kind counts. The cost of the
-draft's pass is that of a step cost fitted to the same steps.
+A plain step reads every weight once, so it is bound by memory; more tokens in it should cost almost nothing. An
+engine's steps are timed at `context` tokens, all kinds interleaved; the fastest of each kind counts. The cost of the
+draft's pass comes from a step cost fitted to the same steps.
 
     python jobs/bench/step.py --threads 1 2
 """
@@ -81,7 +81,7 @@ def run(config: StepConfig) -> None:
         speed = read_speed(device)
         rows = []
         for num in config.rows:
-            mixtures = [[Drafted.of_size(n, pair.block_size - 1)] * num for n in (1, *config.tokens)]
+            mixtures = [[Drafted.from_size(n, pair.block_size - 1)] * num for n in (1, *config.tokens)]
             costs = step_costs(time_steps(pair, mixtures, config.context, num_steps=config.num_steps), num)
             share = size / (costs["plain, ms"] / 1e3) / speed
             cells = {name: f"{value:.1f}" if name == "plain, ms" else f"{value:.2f}" for name, value in costs.items()}

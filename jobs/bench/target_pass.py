@@ -1,9 +1,9 @@
-"""Seconds of a target's pass by the tokens that it verifies, and memory of its states, beside transformers.
+"""Time of a target's pass by the tokens that it verifies, compared with transformers, and memory of its states.
 
-Weights are random, in the shape of a published model, or of some of its layers where memory is short. A pass is the
-target's alone, with its LM head and the states of accepted tokens: no draft, no sampling. Half of the drafted tokens
-are accepted. All kinds are interleaved, the fastest of each counts. transformers takes the same tokens after a cached
-text, as one chain; it cannot take back what is rejected.
+Weights are random, in the shape of a published model, or of some of its layers if memory is short. A pass is the
+target's alone, with its LM head and the state update of accepted tokens: no draft, no sampling. Half of the drafted
+tokens are accepted. All kinds are interleaved; the fastest of each counts. transformers verifies the same number of
+tokens after a cached text, as one chain; it cannot roll back rejected tokens.
 
     python -m jobs.bench.target_pass --shape qwen3.5-0.8b
     python -m jobs.bench.target_pass --shape coder-30b --num-layers 2 --dtype bfloat16
@@ -45,7 +45,7 @@ class TargetPassConfig(Config):
     rows: tuple[int, ...] = (1, 4)
     """Batch sizes: rows that decode together."""
     tokens: tuple[int, ...] = (4, 8, 16)
-    """Tokens of a row that a pass verifies (anchor and drafted tokens), beside plain decoding."""
+    """Tokens of a row that a pass verifies (anchor and drafted tokens), in addition to plain decoding."""
     context: int = Field(default=64, ge=1)
     """Tokens of context of every row."""
     num_passes: int = Field(default=5, ge=1)
@@ -64,12 +64,12 @@ def new_model(config: TargetPassConfig) -> PreTrainedModel:
 
 
 def parents_of(layout: str, num: int) -> list[int]:
-    """Parents [num - 1] of a block of `num` tokens: a chain, or a tree of two children a node."""
+    """Parents [num - 1] of a block of `num` tokens: a chain, or a tree with two children per node."""
     return list(range(num - 1)) if layout == "chain" else [i // 2 for i in range(num - 1)]
 
 
 def tokens_of(model: PreTrainedModel, rows: int, num: int) -> torch.Tensor:
-    """Random tokens [rows, num]: equal ones would choose the same experts."""
+    """Random tokens [rows, num]: equal ones would be routed to the same experts."""
     return torch.randint(model.config.vocab_size, (rows, num), device=model.device)
 
 
@@ -83,7 +83,7 @@ class Passes:
         target.score_rows(text, 0, self.cache, torch.arange(rows, device=self._device))
 
     def run(self, layout: str, num: int) -> None:
-        """Verify `num` tokens of every row, and accept half of those that the row's longest path has."""
+        """Verify `num` tokens of every row, and accept the first half of the row's longest path."""
         parents, rows = parents_of(layout, num), len(self._starts)
         trees = None if layout == "chain" else [parents] * rows
         packing = Packing([num] * rows, self._starts, self._device, trees, cut=rows)
@@ -112,7 +112,7 @@ def fastest(kinds: dict[str, Callable[[], object]], num: int, device: torch.devi
     for _ in range(num + 1):
         for name, run in kinds.items():
             times.setdefault(name, []).append(1e3 * seconds(run, device))
-    return {name: min(of_kind[1:]) for name, of_kind in times.items()}
+    return {name: min(kind_times[1:]) for name, kind_times in times.items()}
 
 
 def kinds_of(passes: Passes, sizes: Sequence[int]) -> dict[str, Callable[[], object]]:
@@ -124,7 +124,7 @@ def kinds_of(passes: Passes, sizes: Sequence[int]) -> dict[str, Callable[[], obj
 def transformers_kinds(
     model: PreTrainedModel, rows: int, config: TargetPassConfig
 ) -> dict[str, Callable[[], object]]:
-    """The model's own cached passes of the same numbers of tokens; each adds to one cache."""
+    """The passes of transformers for the same numbers of tokens, by name; all of them append to one cache."""
     text, past = tokens_of(model, rows, config.context), DynamicCache(config=model.config)
     model(text, past_key_values=past, use_cache=True, logits_to_keep=1)
 
@@ -143,13 +143,13 @@ def run(config: TargetPassConfig) -> None:
     layers = model.config.num_hidden_layers
     print(f"{config.shape}, {layers} layers, {config.dtype} on {device_name(device)}, context {config.context}")
     # transformers first: its weights are packed for C afterwards.
-    of_transformers = [
+    transformers_passes = [
         fastest(transformers_kinds(model, rows, config), config.num_passes, device) for rows in config.rows
     ]
     target = Target(model, ())
     print(target.exactness)
     table = []
-    for rows, beside in zip(config.rows, of_transformers, strict=True):
+    for rows, beside in zip(config.rows, transformers_passes, strict=True):
         passes = Passes(target, rows, config.context, max(config.tokens))
         times = fastest(kinds_of(passes, config.tokens), config.num_passes, device)
         cache, states = passes.cache, 0

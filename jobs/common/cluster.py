@@ -22,8 +22,8 @@ TOKEN_FILE = Path.home() / ".ray" / "auth_token"  # Ray writes it readable for a
 def connect(include_dashboard: bool = False, metrics_port: int | None = None) -> None:
     """Connect to the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
 
-    A local cluster has at least four logical CPUs, since Ray Train and Ray Data need a free one besides their
-    workers. Ray Train needs the dashboard to check its controller, and warns every second without one. A local
+    A local cluster has at least four logical CPUs, since Ray Train and Ray Data need a free one in addition to
+    their workers. Ray Train needs the dashboard to check its controller, and warns every second without one. A local
     cluster exports its metrics on `metrics_port` (by default a free one) on all interfaces. Only this user can read
     its files.
     """
@@ -37,7 +37,7 @@ def connect(include_dashboard: bool = False, metrics_port: int | None = None) ->
 
 
 def _init(**options: Any) -> None:
-    """`ray.init` with retries: a busy machine may exceed Ray's 30 s for a node, and caches the files meanwhile."""
+    """`ray.init` with retries: on a busy machine a node may exceed Ray's 30 s, but then its files are cached."""
     for starts_left in reversed(range(NUM_STARTS)):
         try:
             ray.init(log_to_driver=True, **options)
@@ -88,7 +88,7 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
     if resources.get("GPU", 0) >= 1:
         return {"num_gpus": 1, "num_cpus": num_cpus}
     variables = {"OMP_NUM_THREADS": str(num_threads(num_cpus))}
-    if "GLIBC_TUNABLES" not in os.environ:  # huge pages from the first touch: gathering small ones takes seconds
+    if "GLIBC_TUNABLES" not in os.environ:  # huge pages at the first access: merging small ones takes seconds
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": variables}}
 

@@ -59,8 +59,8 @@ class PairConfig(Config):
     target: str | None = None
     """Target by hub id or local directory."""
     draft: str | None = None
-    """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one the target decodes plainly or
-    by prompt lookup."""
+    """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one: plain decoding or prompt
+    lookup."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and activations. auto: bfloat16 on a GPU, and on a CPU with AVX2 and a C compiler (where
     texts stay exact), otherwise float32."""
@@ -68,7 +68,7 @@ class PairConfig(Config):
     """Device of the models. auto: cuda if available, otherwise cpu."""
 
     def names(self) -> tuple[str | None, str | None, str | None]:
-        """(name, target, draft) as `load_pair` takes them; raises ValueError for what it would refuse."""
+        """(name, target, draft) as `load_pair` takes them; raises ValueError if it would refuse them."""
         name = self.name if (self.name or self.target or self.draft) else DEFAULT_PAIR
         check_pair_names(name, self.target, self.draft)
         return name, self.target, self.draft
@@ -86,12 +86,12 @@ class PairConfig(Config):
         return self.models[1] != NO_DRAFT
 
     def need_draft(self, what: str) -> None:
-        """Raise ValueError for a target without a draft, naming it and `what` needs a draft, and as `names` does."""
+        """Raise ValueError, naming the target and `what`, if there is no draft; also raises as `names` does."""
         if not self.has_draft:
             raise ValueError(no_draft_message(self.models[0], what))
 
     def known_revisions(self) -> list[str | None]:
-        """Revisions of target and draft, None where unknown without a download."""
+        """Revisions of target and draft, None if unknown without a download."""
         target, draft = self.models
         return [known_revision("target", target), known_revision("draft", draft) if self.has_draft else NO_DRAFT]
 

@@ -35,7 +35,9 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes
 
 
 def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Mapping[int, float]]) -> bytes:
-    """tau and speed-up over plain decoding by verified tokens per step: chains (dashed) and trees, in pairs."""
+    """tau and speed-up over plain decoding by verified tokens per step: a chain (dashed) and the tree after it share
+    a colour.
+    """
     shown = {"tau (tokens a step)": taus} | ({"speed-up over plain decoding": speeds} if speeds else {})
     figure = Figure(figsize=(4.5 * len(shown), 3.4), layout="constrained")
     for axes, (ylabel, curves) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
@@ -112,7 +114,7 @@ def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
 
 
 def over_time(series: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
-    """A panel for each series of seconds and values, one below the other."""
+    """A panel for each series of (seconds, value), one below the other."""
     figure = Figure(figsize=(5, 1.8 * len(series)), layout="constrained")
     panels = figure.subplots(len(series), 1, sharex=True, squeeze=False)
     for axes, (name, points) in zip(panels.flat, series.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Training prompts of a policy, in a file beside it: evaluations can check held-out prompts without the sweep."""
+"""Training prompts of a policy, in a file next to it: evaluations can check held-out prompts without the sweep."""
 
 import json
 from collections.abc import Mapping
@@ -38,4 +38,4 @@ class LearnedFrom(NamedTuple):
             return LearnedFrom(frozenset(map(str, content["prompts"])), taus)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{file}: does not say what a policy has learned from ({reason})") from None
+            raise ValueError(f"{file}: not a record of a policy's training data ({reason})") from None

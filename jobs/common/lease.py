@@ -46,7 +46,7 @@ class Lease:
         if not create(self._file(self._number), self._content(0)):
             raise ValueError(f"output {self.place}: another driver has just begun to write there")
         rivals = {number: content for number, content in self._leases().items() if number != self._number}
-        if rivals.items() - dead.items():  # a holder woke up, or several drivers took over different files
+        if rivals.items() - dead.items():  # a holder resumed, or several drivers took over different files
             delete(self._file(self._number))
             raise ValueError(f"output {self.place}: {_name(rivals[max(rivals)])} is writing there, too; try again")
         for number in rivals:
@@ -63,7 +63,7 @@ class Lease:
             delete(self._file(self._number))
 
     def check(self) -> None:
-        """Raise ValueError if another driver has taken over the lease, as after a long suspension of this one."""
+        """Raise ValueError if another driver has taken over the lease, for example while this one was suspended."""
         leases = self._leases()
         if not self._lost and not (self._is_mine(leases) and max(leases) == self._number):
             self._lost = f"{_name(leases[max(leases)])} has taken over" if leases else "its lease is gone"
@@ -127,7 +127,7 @@ class Lease:
 
 
 def _pid_namespace() -> dict[str, str]:
-    """Boot id and PID namespace, within which process ids are comparable; empty where unknown."""
+    """Boot id and PID namespace, within which process ids are comparable; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return {"boot": boot, "pid_namespace": os.readlink("/proc/self/ns/pid")}

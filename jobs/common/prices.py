@@ -1,4 +1,4 @@
-"""Step costs that servers and sweeps keep on a machine: measuring takes seconds, checking a part of one."""
+"""Cache of step costs on this machine, for servers and sweeps: measuring takes seconds, checking less than one."""
 
 import hashlib
 import logging
@@ -12,16 +12,16 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.storage import CACHE, write_text
 
 FOLDER = CACHE / "prices"
-TOLERANCE = 1.3  # between a plain and a drafting step's seconds, each over its cost; noise alone makes 1.16
-LONGEST_AGE_S = 30 * 24 * 3600.0  # a driver, a library or the machine's neighbours may be others by then
+TOLERANCE = 1.3  # between measured / predicted seconds of a plain and of a drafting step; noise alone: 1.16
+LONGEST_AGE_S = 30 * 24 * 3600.0  # by then drivers, libraries or other users of the machine may have changed
 log = logging.getLogger("ray.serve.blockpilot")  # the servers' log
 
 
 def kept_price(pair: Pair, rows: int, context: int, folder: Path | None = None) -> StepPrice:
-    """The step cost of an earlier start, at today's pace, or a new one, which is kept.
+    """Cached step cost, scaled to the machine's current speed, or a newly measured one, which is cached.
 
-    A pair, dtype, device, number of rows, context and choice of timed steps has a file. An old or damaged one, and
-    one whose ratio of a plain to a drafting step is not today's, is written anew. An uncertain one is not kept.
+    Each pair, dtype, device, number of rows, context and choice of timed steps has a file. It is replaced if it is
+    old or damaged, or if its ratio of a plain to a drafting step no longer holds. An uncertain cost is not cached.
     """
     key = repr((pair.id, str(pair.target.dtype), str(pair.target.device), rows, context, mixtures_for(pair, rows)))
     file = (folder or FOLDER) / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -52,7 +52,7 @@ def _read(file: Path, pair: Pair) -> StepPrice | None:
 
 
 def _pace(pair: Pair, price: StepPrice, context: int) -> float | None:
-    """Today's seconds over the cost's, by a plain and a drafting step; None if the two are not alike."""
+    """Measured over predicted seconds (geometric mean of a plain and a drafting step); None if the two differ."""
     mixtures = mixtures_for(pair, 1)
     timed = time_steps(pair, [mixtures[0], mixtures[4]], context)
     paces = [step.seconds / price.seconds(step.load) for step in timed]

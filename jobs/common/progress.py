@@ -10,7 +10,7 @@ class Progress:
     """Progress lines every few seconds and at the end: count, seconds left and rate."""
 
     def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
-        """done: how many of `total` were done before; they count as done, but not for the rate."""
+        """done: units of `total` finished before; included in the count, but not in the rate."""
         self._what, self._total, self._unit = what, total, unit
         self._before = self._done = done
         self._started = self._last_line = time.monotonic()

@@ -93,7 +93,7 @@ def _cluster_address_in_environment() -> Iterator[None]:
     """Set the cluster's address in the environment of Ray Train's internal actors.
 
     Otherwise the actors that check the controller look for any cluster on the machine. With two clusters they fail,
-    or query the wrong one, which does not know the controller, and then release the resources of a running training.
+    or query the wrong one, which does not have the controller, and then release the resources of a running training.
     """
     ENV_VARS_TO_PROPAGATE.add(STATE_API)
     before = os.environ.get(STATE_API)
@@ -130,7 +130,7 @@ def report(metrics: dict[str, float], state: State | None) -> None:
 class MetricLog:
     """Buffer of metrics by step for an MLflow run: training continues while the store is unreachable.
 
-    Checkpoints include the waiting metrics, so a restarted worker logs them. Each step is logged once.
+    Checkpoints include the buffered metrics, so a restarted worker logs them. Each step is logged once.
     """
 
     def __init__(self, store: str, run_id: str, waiting: Sequence[tuple[int, dict[str, float]]] = ()) -> None:
@@ -143,7 +143,7 @@ class MetricLog:
         self.waiting.append((step, metrics))
 
     def flush(self) -> None:
-        """Log the waiting metrics in order; those that the store refuses keep waiting."""
+        """Log the buffered metrics in order; those that the store refuses stay in the buffer."""
         try:
             record = Registry.open(self._store).run(self._run_id)
             while self.waiting:
@@ -154,7 +154,7 @@ class MetricLog:
                     record.log_metrics(metrics, step=step)
                     self._last_step = step
                 del self.waiting[0]
-        except Exception as error:  # of MLflow, its database or its server: none may lose a checkpoint
+        except Exception as error:  # of MLflow, its database or its server; must not lose a checkpoint
             log.warning("metrics of %d steps are logged later: %s", len(self.waiting), without_secrets(str(error)))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "blockpilot"
 CHAMPION = "champion"
 AUTO = "auto"  # the champion, or the untrained choice while there is none
-UNTRAINED = "untrained"  # the acceptance model without training, which no registry holds
+UNTRAINED = "untrained"  # the acceptance model without training, which is never registered
 _SQLITE = "sqlite:///"
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _QUIET = {
@@ -244,7 +244,7 @@ class Registry:
         return _version(client.create_model_version(name, source, run_id, text_tags, model_id=model.model_id))
 
     def versions(self, name: str) -> list[Version]:
-        """All versions of a model, oldest first; ValueError when there is no such model."""
+        """All versions of a model, oldest first; ValueError if there is no such model."""
         with _clear_errors(f"registered model {name!r} in {self.uri}"):
             self._client.get_registered_model(name)
         model_versions = self._client.search_model_versions(f"name = '{name}'")
@@ -256,7 +256,7 @@ class Registry:
             return bool(self._client.search_registered_models(f"name = '{name}'", max_results=1))
 
     def newest(self, name: str) -> Version:
-        """The last version; ValueError when there is no such model, or no version of it."""
+        """The last version; ValueError if there is no such model, or no version of it."""
         if versions := self.versions(name):
             return versions[-1]
         raise ValueError(without_secrets(f"registered model {name!r} in {self.uri}: has no versions"))
@@ -278,12 +278,12 @@ class Registry:
         self._client.set_registered_model_alias(version.name, CHAMPION, str(version.number))
 
     def champion(self, name: str) -> Version:
-        """The version behind `@champion`; ValueError when the model or its champion does not exist."""
+        """The version behind `@champion`; ValueError if the model or its champion does not exist."""
         with _clear_errors(f"'{name}@{CHAMPION}' in {self.uri}"):
             return _version(self._client.get_model_version_by_alias(name, CHAMPION))
 
     def find_champion(self, name: str) -> Version | None:
-        """The champion, or None where the model exists and has none yet."""
+        """The champion; None if the model exists but has none yet."""
         with _clear_errors(f"registered model {name!r} in {self.uri}"):
             aliases = self._client.get_registered_model(name).aliases
         return self.champion(name) if CHAMPION in aliases else None
@@ -318,7 +318,7 @@ def _version(version: "ModelVersion") -> Version:
 
 @contextmanager
 def kept_for_later(uri: str, output: Path) -> Iterator[None]:
-    """Turn errors while logging a finished result into a ValueError that says how to log it later."""
+    """Convert errors while logging a finished result to a ValueError that explains how to log it later."""
     try:
         with _clear_errors(f"MLflow store {uri}"):
             yield
@@ -328,7 +328,7 @@ def kept_for_later(uri: str, output: Path) -> Iterator[None]:
 
 @contextmanager
 def _clear_errors(what: str) -> Iterator[None]:
-    """Turn MLflow's errors into one-line ValueErrors that begin with `what`."""
+    """Convert MLflow's errors to one-line ValueErrors that begin with `what`."""
     for name, value in _QUIET.items():  # before MLflow is imported; the user's settings take precedence
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -10,8 +10,8 @@ include.
 
 The runs of a group do not depend on other measured groups. State that adapts while decoding (acceptance models,
 running means, step costs that follow measured seconds) is reset before each group to its state after the `warm_up`
-prompts, which are from other groups, since a server runs longer than a group. So an interrupted evaluation measures
-the same as an uninterrupted one, except that every process measures a missing step cost again.
+prompts of other groups, since a server runs longer than a group. So an interrupted evaluation measures the same as
+an uninterrupted one, except that every process measures a missing step cost again.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ from jobs.evaluation.inputs import (
 )
 
 NUM_WARM_UP_TOKENS = 8
-TOKENS_PER_TURN = 32  # per slot: a fraction of a second, in which the CPU caches serve one method, as in a server
+TOKENS_PER_TURN = 32  # per slot: a fraction of a second with the CPU caches filled by one method, as in a server
 
 
 WITHOUT_LOOKUP = MEANS, VERIFICATION, BUDGET, NO_LOOKUP  # as published
@@ -89,11 +89,11 @@ class Setting(NamedTuple):
     context: int
     """Mean context in tokens: the prompt and half of the answer."""
     left_out: dict[str, str]
-    """Reasons by method that cannot run with this pair."""
+    """Reasons why methods cannot run with this pair, by method."""
     rivals: dict[str, PairId]
     """Rival drafts by the first word of the names of their methods."""
     set_aside: dict[int, str]
-    """Reasons by index of a prompt in the plan that cannot be decoded."""
+    """Reasons why prompts cannot be decoded, by index in the plan."""
 
 
 class RivalMethod(NamedTuple):
@@ -305,7 +305,7 @@ class Evaluator:
             yield f"{rival} {UNTRAINED}", RivalMethod(rival, None, "auto")
 
     def _load_policies(self, pair: Pair) -> tuple[dict[str, LearnedPolicy], dict[str, str]]:
-        """Policies that fit the pair, and reasons of the others. Raises ValueError if `policy` does not fit."""
+        """Policies that fit the pair, and reasons why others do not. Raises ValueError if `policy` does not fit."""
         loaded, left_out = {}, {}
         for name, directory in self._plan.policies.items():
             policy = load_policy(directory)
@@ -331,7 +331,7 @@ class Evaluator:
         return measure_price(pair, self._config.concurrency, context)
 
     def _encode_prompts(self, pair: Pair) -> dict[int, str]:
-        """Encode all prompts; returns reasons by index of a prompt that cannot be decoded.
+        """Encode all prompts; returns reasons why prompts cannot be decoded, by index in the plan.
 
         Raises ValueError if fewer than two prompts are left.
         """

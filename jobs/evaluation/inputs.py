@@ -60,8 +60,8 @@ class EvaluateConfig(Config):
     shuffle_seed: int = 0
     """Seed of the order in which the prompts of a set are taken."""
     policy: str = CHAMPION
-    """Policy to measure: "champion" or "newest" of the registry, the directory of a policy, or "none", as for a
-    target without a draft."""
+    """Policy to measure: "champion" or "newest" of the registry, the directory of a policy, or "none". A target
+    without a draft has no policy."""
     rivals: tuple[str, ...] = (CHAMPION,)
     """Further policies to measure: directories, and "champion" (skipped if there is none or it is `policy`)."""
     baselines: tuple[str, ...] = ("control", "random", "means", "untrained", "oracle")
@@ -98,13 +98,13 @@ class EvaluateConfig(Config):
     seed: int = Field(default=1, ge=-(2**62), lt=2**62)
     """Seed of the sampler; must differ from the sweep's. Each repeat adds one."""
     max_new_tokens: int = Field(default=128, ge=4)
-    """Maximum tokens of an answer. With a concurrency above 1 each prompt has its limit, between half of this and
-    this."""
+    """Maximum tokens of an answer. With a concurrency above 1 each prompt has a separate limit, between half of
+    this and this."""
     concurrency: int = Field(default=1, ge=1)
     """Requests decoded together; when one ends, the next one starts."""
     waves: int = Field(default=4, ge=1)
-    """Prompts of a group, which share a queue, divided by the concurrency. With more waves the draining of the batch
-    at the end of a group matters less."""
+    """Size of a group (prompts that share a queue), divided by the concurrency. With more waves the draining of the
+    batch at the end of a group matters less."""
     warm_up: int | None = Field(default=None, ge=0)
     """Prompts of other groups that adaptive methods decode before each group; 0 for none. By default 4 for each
     concurrent request, at least 16."""
@@ -195,7 +195,7 @@ class Plan(NamedTuple):
         return self._replace(prompts=prompts, groups=groups_of(prompts, config)) if indices else self
 
     def reasons(self, set_aside: Mapping[int, str]) -> str:
-        """The first reasons why prompts are set aside; `set_aside` has them by index."""
+        """The first reasons why prompts are set aside; `set_aside`: all reasons by index."""
         prompts = {i: self.prompts[i] for i in set_aside}
         return reasons([SetAside(f"{p.text[:60]!r} of {p.set}", set_aside[i]) for i, p in prompts.items()])
 
@@ -232,7 +232,7 @@ def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | Non
 
 
 def groups_of(prompts: Sequence[Prompt], config: EvaluateConfig) -> tuple[tuple[int, ...], ...]:
-    """Indices of the prompts of each group: all of one set or, if mixed, of the sets in turn."""
+    """Indices of the prompts of each group: all of one set or, if mixed, of all sets, interleaved."""
     return group(prompts, config.group_size, config.mixed)
 
 

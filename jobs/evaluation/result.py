@@ -159,7 +159,7 @@ def read_figure(value: Any) -> Any:
 def known_taus(plan: Plan, config: EvaluateConfig) -> tuple[Mapping[int, float], str]:
     """Taus of fixed block sizes before the evaluation, and the name of their prompts; empty if unknown.
 
-    A policy records them by temperature, which mixed traffic has several of.
+    A policy stores them by temperature, so they are unknown for mixed traffic, which has two.
     """
     if plan.sweep is not None:
         return plan.sweep.taus, "the sweep's prompts"
@@ -211,9 +211,7 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None, unt
 
 
 def _by_set(plan: Plan, runs: Sequence[MethodRun], setting: Setting, best: int) -> dict[str, dict[str, Interval]]:
-    """Speed ratio of each method by prompt set and over all sets: to the best fixed block size, for the control to
-    AR.
-    """
+    """Speed ratio of each method by prompt set and over all: to the best fixed block size (control: to AR)."""
     baselines = {method: AR if method == CONTROL else method_name(best) for method in setting.block_sizes}
     names = list(dict.fromkeys(prompt.set for prompt in plan.prompts))
     runs_by_set = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
@@ -322,7 +320,7 @@ def _beside_static(over: Mapping[str, Interval], chosen: Sequence[str]) -> str:
 
 
 def _metrics(figures: Sequence[Figures]) -> dict[str, float]:
-    """Names as MLflow allows them: 'B=4' -> 'B4.tau', 'B4.tau_low', ..."""
+    """Metrics by names that MLflow allows: 'B=4' -> 'B4.tau', 'B4.tau_low', ..."""
     metrics: dict[str, float] = {}
     for row in figures:
         for name, value in asdict(row).items():

@@ -1,8 +1,8 @@
 """Text of one choice of a response, from the engine's steps.
 
 Text is emitted when no later token can change it (detokenize.py), so it may lag behind the tokens. For a request with
-stop strings the engine detokenizes, and its steps include their text. One reader reads the tokens with log
-probabilities, of the prompt and then of the answer; only a prompt's first token has no log probability.
+stop strings the engine detokenizes, and its steps include their text. Tokens with log probabilities are those of the
+prompt, if it is echoed, and then those of the answer; only a prompt's first token has no log probability.
 """
 
 import time
@@ -48,7 +48,7 @@ class TokenReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._speller, self._utf8 = Speller(tokenizer), utf8_decoder()
-        self._num_characters = 0  # without an incomplete last one
+        self._num_characters = 0  # complete characters so far
 
     def read(self, token: int, logprobs: TokenLogprobs | None) -> TokenText:
         """Read the next token, with its log probabilities if they were requested."""
@@ -60,7 +60,7 @@ class TokenReader:
     def _offset(self, added: bytes) -> int:
         """Add bytes; returns the offset of the character that contains the first of them."""
         self._num_characters += len(self._utf8.decode(added[:1]))
-        waiting = self._utf8.getstate()[0].decode(errors="replace")  # half a surrogate counts as two characters
+        waiting = self._utf8.getstate()[0].decode(errors="replace")  # a partial surrogate counts as two characters
         offset = self._num_characters + (len(waiting) - 1 if added else 0)
         self._num_characters += len(self._utf8.decode(added[1:]))
         return offset
@@ -95,16 +95,16 @@ class Piece(NamedTuple):
     step: Step | None = None
     """The step, if steps are shown."""
     step_texts: tuple[str, ...] = ()
-    """Text that each token of the step makes final."""
+    """Text emitted with each token of the step."""
     drafted_texts: tuple[str, ...] = ()
-    """Texts of the verified tokens of the step."""
+    """Text of each proposed token of the step."""
 
 
 class Shown(NamedTuple):
-    """Contents that a choice shows."""
+    """Contents of a choice."""
 
     echo: str | None = None
-    """Text of the prompt if the choice begins with it; its tokens are then included, too."""
+    """Text of the prompt if the choice starts with it; the prompt's tokens are then included, too."""
     answer: bool = True
     stop_token: bool = False
     """True to include the stop token in the tokens with log probabilities."""
@@ -126,11 +126,11 @@ class ChoiceText:
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.num_reused = 0
-        """Prompt tokens found in the prefix cache."""
+        """Cached prompt tokens, read from the prefix cache."""
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
         self.num_drafted = 0
         self.accepted: Counter[int] = Counter()
-        """Number of steps by accepted tokens."""
+        """Number of steps by number of accepted tokens."""
         self.sources: Counter[int] = Counter()
         """Number of accepted tokens by source (`Tree.sources`)."""
         self.layout: Layout | None = None
@@ -138,7 +138,7 @@ class ChoiceText:
         self._request, self._tokenizer = request, pair.tokenizer
         self._interval, self._shows = interval, shown
         self._steps: list[Step] = []  # waiting to be sent together
-        self._due = 0.0  # time of the next piece; the first step is sent at once
+        self._due = 0.0  # time of the next piece; the first step is sent immediately
         self._has_texts = bool(request.stop_strings)
         self._text = TextStream(pair.tokenizer)  # for requests without stop strings
         self._reader = TokenReader(pair.tokenizer)  # of tokens with log probabilities
@@ -217,5 +217,5 @@ class ChoiceText:
 
 
 def _without_answer(step: Step) -> Step:
-    """The prefill step of a request for no tokens, without the token that the engine emits."""
+    """Prefill step of a request with max_tokens 0, without the token that the engine emits."""
     return replace(step, tokens=(), logprobs=(), texts=(), finish_reason="length")

@@ -25,7 +25,7 @@ from jobs.serving.fields import ApiError, short, shutting_down
 from jobs.serving.schema import Body, ChatRequest, CompletionRequest, Objects, parse
 
 STATUS_PATIENCE_S = 3.0
-GONE = 499  # what web servers log for a client that closed the connection
+GONE = 499  # web servers log this status if the client closed the connection
 PLAYGROUND = Path(__file__).with_name("playground.html")
 PLAYGROUND_HEADERS = {  # no external content, and no embedding in other pages
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
@@ -38,10 +38,10 @@ class Model(Protocol):
     """A model as the API serves it under a name."""
 
     def answer(self, body: Body, client: str) -> Objects:
-        """The objects of the response; closing it early frees its rows. `client` is "" without several keys."""
+        """Objects of the response; closing it early frees its rows. `client` is "" unless there are several keys."""
 
     async def status(self) -> dict[str, Any]:
-        """The model's entry in /health: `status` is "ok" or a problem, and details; raises ApiError."""
+        """The model's entry in /health: `status` ("ok" or a problem) and details; raises ApiError."""
 
 
 class Exchange(NamedTuple):
@@ -64,7 +64,7 @@ class Limits:
     body_timeout_s: float = 10.0
     """Seconds in which the body must arrive."""
     max_requests: int = 1024
-    """Maximum requests at a time, from the first byte to the last token; further ones are refused at once."""
+    """Maximum requests at a time, from the first byte to the last token; further ones are refused immediately."""
 
 
 # --- answering ---
@@ -94,7 +94,7 @@ class Api:
             watch.deadline.cut(shutting_down())
 
     def find(self, name: str) -> tuple[str, Model]:
-        """A model's main name, and the model; raises ApiError 404."""
+        """Main name of a model, and the model; raises ApiError 404 for an unknown name."""
         main_name = self.aliases.get(name, name)
         if main_name not in self.models:
             available = ", ".join(map(repr, self.models))
@@ -132,7 +132,7 @@ class Api:
         return JSONResponse(first)
 
     def _check_room(self, client: str) -> None:
-        """Raise ApiError 429 if the latest request exceeds the limit of all requests or the share of its client."""
+        """Raise ApiError 429 if the latest request exceeds `max_requests` or the share of its client."""
         max_requests, num_held = self.limits.max_requests, sum(watch.client == client for watch in self._open) - 1
         if not has_room(num_held, 1, max_requests - (len(self._open) - 1), alone=not client):
             share = f", {num_held} of them yours" if client else ""
@@ -152,7 +152,7 @@ class Api:
 
 
 class _Watch:
-    """Record of one exchange: it is in the set of open ones until it is reported, once."""
+    """Record of one exchange, which is in the set `open_` until it is reported, exactly once."""
 
     def __init__(
         self, open_: set["_Watch"], report: Callable[[Exchange], None], path: str, client: str, deadline: "Deadline"
@@ -197,7 +197,7 @@ class Deadline:
 
 
 async def _next(objects: Objects) -> dict[str, Any] | None:
-    """The next object, None after the last one; raises an ApiError that is yielded instead."""
+    """The next object, None after the last one; raises the ApiError if the generator yields one."""
     response = await anext(objects, None)
     if isinstance(response, ApiError):
         await objects.aclose()
@@ -214,7 +214,7 @@ async def _only(objects: Objects) -> dict[str, Any] | None:
 
 async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) -> AsyncGenerator[str]:
     """Server-sent events: the chunks, then [DONE] or an error event."""
-    status, code = GONE, None  # unless the stream ends regularly
+    status, code = GONE, None  # unless the stream ends normally
     try:
         async with aclosing(chunks):
             chunk = first
@@ -304,7 +304,7 @@ def make_app(
 ) -> FastAPI:
     """The API as an ASGI application, independent of Ray; its `state.api` is the Api.
 
-    hosts: accepted names in the Host header; others are answered 400, against DNS rebinding.
+    hosts: accepted names in the Host header; others are answered 400, which prevents DNS rebinding.
     """
     api = Api(models, aliases or {}, keys, limits, on_exchange)
     on_errors: dict[int | type[Exception], Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
@@ -364,9 +364,9 @@ async def _described(name: str, model: Model) -> dict[str, object]:
 
 
 async def _answer_error(http: HttpRequest, error: Exception) -> JSONResponse:
-    """Every error in OpenAI's shape."""
+    """Response to an exception, in OpenAI's error format."""
     headers = error.headers if isinstance(error, ApiError | HTTPException) else None
-    if isinstance(error, HTTPException):  # no such route, or method
+    if isinstance(error, HTTPException):  # unknown route or method
         error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
     elif not isinstance(error, ApiError):
         error = ApiError(500, f"internal error ({type(error).__name__})")

@@ -1,9 +1,9 @@
 """Watcher of a registry's champion: a thread polls the registry and applies every new champion.
 
-After an error the current policy stays: if the registry does not answer, files cannot be read, the champion is for
-other models, or its smoke test fails. Copies of used champions stay on disk, so that a replica can start while the
+The current policy stays after an error: the registry does not answer, files cannot be read, the champion is for other
+models, or its smoke test fails. Copies of used champions stay on disk, so that a replica can start while the
 registry is unreachable. A refused copy may be damaged, so the next poll downloads it again; if a fresh download is
-refused, too, the champion is not tried again before the registry names another one.
+refused, too, the champion is not tried again until the registry names another one.
 """
 
 import logging
@@ -21,8 +21,8 @@ log = logging.getLogger("ray.serve.blockpilot")
 
 
 class ChampionWatch:
-    """Watcher of the champion of a registered model. Polls once at construction, and every `every_s` s after
-    `follow`.
+    """Watcher of the champion of a registered model. Polls once at construction, and every `every_s`
+    seconds after `follow`.
 
     `use` takes a new champion's directory and version number, and raises to refuse it. Copies are in `folder`.
     `error` is the error of the last poll or ""; `number` is the version in use, 0 for none.
@@ -90,7 +90,7 @@ class ChampionWatch:
         for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
             try:
                 self._use(directory, _number(directory))
-            except Exception as error:  # a damaged copy, or one of another pair
+            except Exception as error:  # a damaged copy, or one for another pair
                 log.warning("%s cannot be used: %s", directory, error)
                 continue
             self.number = _number(directory)

@@ -52,13 +52,13 @@ NO_KEYS = ApiKeys()
 
 
 def _key(http: HttpRequest) -> str:
-    """The key of a request; "" for none."""
+    """The key of a request; "" if it has none."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def api_keys(file: Path | None) -> ApiKeys:
-    """The keys of a file, one per line, otherwise of the environment; ValueError for a file without keys."""
+    """Keys of a file, one per line; without a file, of the environment. Raises ValueError for a file without keys."""
     lines = file.read_text().splitlines() if file else [environment_key() or ""]
     keys = tuple(line.strip() for line in lines if line.strip())
     if file and not keys:
@@ -91,10 +91,10 @@ class FairQueue(Generic[T]):
 
 
 def has_room(num_held: int, num_asked: int, num_free: int, *, alone: bool) -> bool:
-    """True if a client that holds `num_held` places may take `num_asked` of the `num_free` free places.
+    """True if a client with `num_held` requests may have `num_asked` more while there is capacity for `num_free`.
 
-    With several clients, none may hold more than it leaves free, except for the last place (dynamic thresholds,
-    Choudhury and Hahne 1998): at most half of all places, and less with more clients. A client alone may take all.
+    With several clients, each may have as many requests as it leaves capacity for, and at least one (dynamic
+    thresholds, Choudhury and Hahne 1998): at most half of the capacity, less with more clients. alone: up to all.
     """
     num_left = num_free - num_asked
     return num_left >= 0 and (alone or num_held + num_asked <= max(num_left, 1))

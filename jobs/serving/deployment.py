@@ -1,6 +1,6 @@
-"""Serve deployment of a model, which imports the replica where it runs.
+"""Serve deployment of a model, which imports the replica only in the replica's process.
 
-The deploying process needs neither torch nor transformers, which take seconds to import.
+The deploying process then needs neither torch nor transformers, which take seconds to import.
 """
 
 from contextlib import aclosing
@@ -19,7 +19,7 @@ class ReplicaDeployment:
         self._replica = Replica(*arguments, **settings)
 
     async def answer(self, body: Body, client: str = "") -> Objects:
-        """The objects of the response; closing it early frees its rows."""
+        """Objects of the response; closing the generator early frees its rows."""
         async with aclosing(self._replica.answer(body, client)) as objects:
             async for response in objects:
                 yield response
@@ -33,7 +33,7 @@ class ReplicaDeployment:
         self._replica.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's name for metrics of a replica that the autoscaling policy reads (routing.WaitingScaling)."""
+        """Serve hook: metrics of the replica for the autoscaling policy (routing.WaitingScaling)."""
         return {WAITING: self._replica.loop.waiting_s}
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:

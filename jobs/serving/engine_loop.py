@@ -1,8 +1,8 @@
 """Engine loop: one engine on a dedicated thread, shared by any number of asynchronous requests.
 
 Only that thread uses the engine. Event loops queue work for it (add, cancel, change the policy), which it does
-between two steps, and receive the steps of a response through one asyncio queue. Requests wait here for a slot; slots
-go round robin to clients.
+between two steps, and receive the steps of a response through one asyncio queue. Requests wait here for a slot;
+clients get slots round robin.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ Result = TypeVar("Result")
 
 
 def on_passing_thread(work: Callable[[], Result]) -> Result:
-    """Run torch's work on a temporary thread; for all work outside the engine's thread.
+    """Run torch work on a temporary thread; required for all torch work outside the engine's thread.
 
     A thread that has used OpenMP keeps its team of threads as long as it lives. If all teams together have more
-    threads than there are CPUs, GNU's OpenMP suspends waiting threads at once instead of after 3 ms, and the engine's
-    steps take a third longer.
+    threads than there are CPUs, GNU OpenMP suspends waiting threads immediately instead of after 3 ms, and the
+    engine's steps take a third longer.
     """
     with ThreadPoolExecutor(1, "passing") as pool:
         return pool.submit(work).result()
@@ -59,7 +59,7 @@ class EngineLoop:
         self.capacity = engine.num_slots + max_queue
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Stream] = set()  # used by the event loops
-        self._waiting: FairQueue[tuple[Stream, int]] = FairQueue()  # used by the engine's thread, like _in_engine
+        self._waiting: FairQueue[tuple[Stream, int]] = FairQueue()  # changed by the engine's thread, like _in_engine
         self._in_engine: dict[int, tuple[Stream, int]] = {}  # stream and number of a request by its id
         self.on_step: Callable[[Sequence[Step], float], None] = lambda steps, seconds: None
         self._num_failures = 0
@@ -98,8 +98,8 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request], client: str = "") -> "Stream":
         """Queue all requests, or none; called on the event loop that reads their steps.
 
-        client: name of the client, "" if clients are not told apart. Raises ValueError for a request that the engine
-        cannot serve, ApiError 429 without free capacity (for this client), 503 after `close`.
+        client: name of the client, "" if clients are not distinguished. Raises ValueError for a request that the
+        engine cannot serve, ApiError 429 if there is no free capacity (for this client), 503 after `close`.
         """
         for request in requests:
             self.engine.check(request)
@@ -113,7 +113,7 @@ class EngineLoop:
         return stream
 
     def check_room(self, num_asked: int, client: str) -> None:
-        """Raise ApiError 429 without free capacity for this number of requests of a client."""
+        """Raise ApiError 429 if there is no free capacity for this number of requests of a client."""
         num_open = self.num_in_flight
         num_held = sum(len(stream.left) for stream in tuple(self._open) if stream.client == client)
         if not has_room(num_held, num_asked, self.capacity - num_open, alone=not client):
@@ -204,7 +204,7 @@ class EngineLoop:
             self.engine.cancel(request_id)
 
     def _deliver(self, step: Step) -> None:
-        if step.request_id not in self._in_engine:  # cancelled a moment ago
+        if step.request_id not in self._in_engine:  # just cancelled
             return
         stream, number = self._in_engine[step.request_id]
         if step.finish_reason is not None:

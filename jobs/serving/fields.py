@@ -16,7 +16,7 @@ WAITING = "waiting_s"  # metric of a replica: age of its oldest request without 
 
 
 class ApiError(Exception):
-    """An answer other than 200 in OpenAI's error format; can be pickled."""
+    """Error response in OpenAI's format; can be pickled."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)
@@ -54,7 +54,7 @@ def short(value: object) -> str:
 
 
 MAX_BIASES = 1024
-MAX_METADATA = 64  # fields; OpenAI takes 16
+MAX_METADATA = 64  # fields; OpenAI accepts 16
 
 
 def whole(value: Any) -> Any:
@@ -111,7 +111,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "documents": ([],),
     "enable_thinking": (False,),  # unless set in chat_template_kwargs
-    "include_reasoning": (True, False),  # this server separates no reasoning
+    "include_reasoning": (True, False),  # this server does not separate reasoning
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "mm_processor_kwargs": ({},),

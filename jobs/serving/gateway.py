@@ -1,8 +1,8 @@
-"""Gateway of the server: speaks HTTP, checks requests, and forwards them to a replica of the requested model.
+"""HTTP gateway of the server: checks requests, and forwards them to a replica of the requested model.
 
-It holds no model, so bad requests do not load the replicas, and the gateway survives their crashes. A request whose
-replica is lost before the first chunk is sent to another replica, once. An interrupted stream ends with an error
-event.
+It is a separate process without a model, so bad requests do not load the replicas, and it survives their crashes. If
+a replica is lost before the first chunk, the request is retried once on another replica. An interrupted stream ends
+with an error event.
 
 With `jobs/serve.py` the gateway itself listens: Serve's proxies, which forward every chunk, cost about 4% of the
 tokens per second on two cores. On a cluster Serve's proxies listen.
@@ -105,11 +105,11 @@ class RemoteModel:
         return status
 
     def answer(self, body: Body, client: str) -> Objects:
-        """The objects of the response, from a replica."""
+        """Objects of the response, from a replica."""
         return self._objects("answer", body, client, session_id=affinity(body))
 
     async def _objects(self, method: str, *arguments: object, session_id: str = "") -> Objects:
-        """The objects of a replica; if it is lost before the first object, those of another replica, once."""
+        """Objects of a replica; retries once on another replica if it is lost before the first object."""
         handle = self._handle.options(method_name=method, stream=method == "answer", session_id=session_id)
         for tries_left in (1, 0):
             response, has_yielded = handle.remote(*arguments), False
@@ -151,7 +151,7 @@ async def _results(response: DeploymentResponse[Any] | DeploymentResponseGenerat
 REQUEST_ID = b"x-request-id"
 LONGEST_ID = 128
 KEEP_ALIVE_S = 90  # like Serve's proxies
-LOOK_S = 15.0  # between two checks of a connection; without progress in between it is cut
+LOOK_S = 15.0  # between two checks of a connection; it is aborted if there was no progress
 MAX_HEAD_BYTES = 2**15  # of request line and headers
 BACKLOG = 2048
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -223,7 +223,7 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
 
 
 class HttpConnection(H11Protocol):
-    """HTTP connection that is cut if the client sends no complete head, or reads nothing, for LOOK_S to 2 LOOK_S."""
+    """HTTP connection, aborted if the client sends no complete head, or reads nothing, for LOOK_S to 2 LOOK_S."""
 
     _look_again: asyncio.TimerHandle | None = None
 
@@ -244,7 +244,7 @@ class HttpConnection(H11Protocol):
             self._look_again = self.loop.call_later(LOOK_S, self._look, now)
 
     def _state(self) -> "_State":
-        idle = self.timeout_keep_alive_task is not None  # kept alive for another request; uvicorn closes it
+        idle = self.timeout_keep_alive_task is not None  # waiting for another request; uvicorn closes it
         in_head = not idle and (self.cycle is None or self.cycle.response_complete)
         return _State(self.cycle, in_head, self.transport.get_write_buffer_size())
 
@@ -252,7 +252,7 @@ class HttpConnection(H11Protocol):
 class _State(NamedTuple):
     """Progress of a connection's client."""
 
-    request: object  # the latest
+    request: object  # the latest one
     in_head: bool  # receiving the head of the next request
     num_unsent: int  # bytes of the response
 

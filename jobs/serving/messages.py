@@ -1,4 +1,4 @@
-"""Parts of a request's schema: structured outputs, tools and messages, named as by OpenAI and vLLM.
+"""Parts of a request's schema: structured outputs, tools and messages, with the names of OpenAI and vLLM.
 
 Clients send earlier answers back, with fields that other servers and libraries have added. Fields that do not concern
 the model are accepted and dropped; reasoning, names and ids are passed to the chat template.
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from blockpilot.constraints.grammar import ANY_OBJECT, Grammar, of_choices, of_schema
+from blockpilot.constraints.grammar import ANY_OBJECT, Grammar, choice_grammar, schema_grammar
 from blockpilot.constraints.schemas import JsonObject
 from jobs.serving.constraints.tools import Tool
 
@@ -56,7 +56,7 @@ class ResponseFormat(JsonBody):
     def grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
-        return of_schema(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
+        return schema_grammar(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
 
 
 class StructuredOutputs(JsonBody):
@@ -82,13 +82,13 @@ class StructuredOutputs(JsonBody):
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.choice is not None:
-            return of_choices(self.choice)
+            return choice_grammar(self.choice)
         if self.grammar_ is not None:
             return Grammar("grammar", self.grammar_)
         schema = ANY_OBJECT if self.json_ is None else _parsed(self.json_)
         if not isinstance(schema, Mapping):  # its compilation raises the error
             return Grammar("json", str(self.json_), self.whitespace_pattern)
-        return of_schema(schema, self.whitespace_pattern)
+        return schema_grammar(schema, self.whitespace_pattern)
 
 
 def _parsed(schema: Any) -> Any:
@@ -135,7 +135,7 @@ class FunctionBody(JsonBody):
 
 
 class ToolBody(JsonBody):
-    """One of `tools`."""
+    """Element of `tools`."""
 
     type: Literal["function"]
     function: FunctionBody
@@ -162,14 +162,14 @@ class NamedFunctionBody(JsonBody):
 
 
 class ToolChoiceBody(JsonBody):
-    """`tool_choice` of one function."""
+    """`tool_choice` that requires one function."""
 
     type: Literal["function"]
     function: NamedFunctionBody
 
 
 class CalledFunctionBody(JsonBody):
-    """Name and arguments of a call; arguments are JSON in a string, possibly cut or invalid."""
+    """Name and arguments of a call; arguments are JSON in a string, possibly truncated or invalid."""
 
     name: str = Field(min_length=1, max_length=MAX_CALLED)
     arguments: Annotated[
@@ -229,7 +229,7 @@ class ChatMessage(JsonBody):
     @model_validator(mode="before")
     @classmethod
     def _as_sent_back(cls, body: Any) -> Any:
-        """Drop ignored fields; content may be absent with a refusal, and in assistant and tool messages."""
+        """Drop ignored fields; in assistant and tool messages, missing content becomes the refusal or ""."""
         if not isinstance(body, dict):
             return body
         message = without(body, IGNORED)

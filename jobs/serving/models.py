@@ -29,18 +29,20 @@ class ModelConfig(Config):
     """Names of the model in requests; responses and /v1/models use the first. By default the target's hub id and its
     last part in lower case: Qwen/Qwen3-4B and qwen3-4b."""
     policy: str = AUTO
-    """Policy that chooses what is drafted and verified: "champion" of the registry, the directory of a policy,
+    """Policy that chooses what is drafted and verified: "champion" (of the registry), the directory of a policy,
     "untrained" (an acceptance model that starts with the draft's probabilities), or a fixed block size. "auto" is the
-    champion, or "untrained" while there is none. A target without a draft has only "untrained" and block size 1."""
+    champion, or "untrained" while there is none. Without a draft: only "auto", "untrained" or block size 1."""
     resources: ReplicaResources = ReplicaResources()
     """Resources of each replica; num_actors is the number of replicas, or the minimum if max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
-    """Maximum number of replicas in autoscaling, which drains and stops idle replicas."""
+    """Maximum number of replicas. If it exceeds num_actors of `resources`, autoscaling adds replicas, and drains and
+    stops idle ones."""
     first_token_s: float = Field(default=2.0, gt=0)
-    """Autoscaling adds a replica while a request waits longer for its first token, or if requests outnumber rows."""
+    """Seconds that a request may wait for its first token before autoscaling adds a replica. It also adds replicas if
+    requests outnumber rows."""
     routing: Literal["prefix", "least-loaded"] = "prefix"
-    """Replica of a request. prefix: the one that answered the conversation's beginning, or requests with the same
-    `prompt_cache_key`, while it has a free row. least-loaded: one of two random replicas."""
+    """Choice of a request's replica. prefix: the same replica for conversations with the same beginning or
+    `prompt_cache_key`, while it has a free row. least-loaded: the less loaded of two random replicas."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together (slots of its cache)."""
     max_length: int | None = Field(default=None, ge=2)
@@ -48,11 +50,10 @@ class ModelConfig(Config):
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of an answer; by default limited only by the context."""
     max_prefill_tokens: int = Field(default=256, ge=1)
-    """Maximum prompt tokens in one step: a longer prompt is prefilled in several chunks, between which streams
-    continue. A smaller number shortens the gaps between tokens and costs throughput (LOG.md)."""
+    """Maximum prompt tokens in one step (chunked prefill): other requests continue between the chunks of a longer
+    prompt. A smaller number shortens the gaps between tokens and costs throughput (LOG.md)."""
     prefix_tokens: int | None = Field(default=None, ge=0)
-    """Size of the prefix cache in tokens, with least-recently-used eviction; by default as many as the slots hold, 0
-    for no prefix cache."""
+    """Size of the prefix cache in tokens, with LRU eviction; by default as many as the slots hold, 0 for no cache."""
     max_queue: int = Field(default=64, ge=0)
     """Maximum requests that wait at a replica for a slot; further ones are answered 429."""
 
@@ -85,17 +86,17 @@ def check_without_draft(target: str, policy: int | str | Path) -> None:
 
 
 def models_by_name(models: Sequence[ModelConfig]) -> dict[str, str]:
-    """The main name of the model by every name; raises ValueError for a name of two models."""
+    """Main name of a model by each of its names; raises ValueError if two models share a name."""
     main_names = dict[str, str]()
     for model in models:
         if repeated := main_names.keys() & set(model.names):
-            raise ValueError(f"name {min(repeated)!r} of two models: served_model_name gives each names of its own")
+            raise ValueError(f"name {min(repeated)!r} of two models: set served_model_name")
         main_names |= dict.fromkeys(model.names, model.names[0])
     return main_names
 
 
 def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
-    """Resolve a policy: a block size, "untrained", a directory, or "auto" without a champion.
+    """Resolve a policy: a block size, "untrained", a directory, or "auto" if there is no champion or no draft.
 
     Raises ValueError if there is no such policy or it is for other models.
     """

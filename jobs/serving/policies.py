@@ -24,7 +24,7 @@ from jobs.serving.engine_loop import EngineLoop, on_passing_thread
 from jobs.serving.models import check_without_draft
 
 TRIAL_TOKENS = 8
-PRICE_CONTEXT, PRICE_ROWS = 256, 4  # of the steps timed at the start; small, since requests wait for it
+PRICE_CONTEXT, PRICE_ROWS = 256, 4  # of the steps timed at the start; few, since requests wait for it
 PolicySource = int | str | Path
 """A block size, "untrained", or the directory of a policy."""
 
@@ -46,7 +46,7 @@ class PolicyInUse:
 
     @property
     def status(self) -> dict[str, object]:
-        """Name and version of the policy, and the model and last error of the watcher."""
+        """Name and version of the policy, and the registered model and last error of the watcher."""
         followed = {} if self.watch is None else {"follows": self.watch.name, "error": self.watch.error or None}
         return dict(self._named or {"name": "none"}) | followed
 
@@ -104,10 +104,10 @@ class PolicyInUse:
         return Controller(AcceptanceModel(self._pair.block_size - 1, prior), price)
 
     def _price_for(self, price: StepPrice | None) -> StepPrice | None:
-        """Step cost of this device: the policy's, if it was measured on such a device, otherwise the one used so far.
+        """Step cost: the policy's if it holds on this device, otherwise the one used so far, otherwise the policy's.
 
-        Steps are timed only for the first policy, before any request: timing during requests would slow them and be
-        wrong.
+        Steps are timed only for the first policy, before any request: timing during requests would slow them and
+        would be inaccurate.
         """
         if price is not None and holds_here(price, self._pair):
             self._price = price

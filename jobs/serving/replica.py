@@ -34,17 +34,17 @@ from jobs.serving.replies import Reply
 from jobs.serving.schema import Body, ChatRequest, Objects
 
 DEFAULT_MAX_LENGTH = 2048
-MOST_CHUNKS = 100.0  # per second over all streams; each takes a millisecond of the interpreter lock
+MOST_CHUNKS = 100.0  # per second over all streams; each holds the interpreter lock (GIL) for a millisecond
 STACK_BYTES = 2**24  # of threads; the compiler of grammars recurses (four times the stack of trial.py)
-SWITCH_INTERVAL_S = 0.0002  # latency of the engine's thread to get the interpreter lock; Python's default is 5 ms
+SWITCH_INTERVAL_S = 0.0002  # latency of the engine's thread in getting the interpreter lock; Python's default is 5 ms
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the request id
 
 
 class Replica:
     """Server of the pair that `load` returns: an engine loop that answers request bodies, and its policy.
 
-    Serve runs this class. name: in responses and metrics, by default the target's. num_threads: of torch, with the
-    reason why_threads for /health. num_slots: requests decoded together. max_length: tokens of prompt and answer.
+    Serve runs this class. name: in responses and metrics, by default the target's. num_threads: torch threads, with
+    the reason why_threads in /health. num_slots: requests decoded together. max_length: tokens of prompt and answer.
     max_new_tokens: limit of an answer. prefix_tokens: size of the prefix cache, by default as many as the slots hold.
     stream_interval_s: minimum seconds between two chunks of a stream, 0 for a chunk at every step. Raises ValueError
     if the caches do not fit into memory.
@@ -56,7 +56,7 @@ class Replica:
         *,
         name: str | None = None,
         num_threads: int = 1,
-        why_threads: str = "asked for",
+        why_threads: str = "requested",
         num_slots: int = 8,
         max_length: int | None = None,
         max_prefill_tokens: int = 256,
@@ -113,11 +113,11 @@ class Replica:
     # --- requests ---
 
     async def answer(self, body: Body, client: str = "") -> Objects:
-        """The objects of the response: one, or the chunks of a stream; closing it early frees its rows.
+        """Objects of the response: one, or the chunks of a stream; closing the generator early frees its rows.
 
-        client: name of the client, "" if clients are not told apart; clients get rows round robin.
+        client: name of the client, "" if clients are not distinguished; clients get rows round robin.
 
-        An error is yielded as an ApiError, the last object, since Serve treats a raised error as a broken replica.
+        An error is yielded as the last object, an ApiError: Serve treats a raised error as a broken replica.
         """
         started = time.monotonic()
         try:
@@ -174,17 +174,17 @@ class Replica:
     async def _submit(self, body: Body, client: str) -> tuple[Stream, tuple[Tool, ...]]:
         """Start decoding all choices; returns the stream of their steps, and the tools that they may call.
 
-        Raises ApiError 400, and as `EngineLoop.submit` does.
+        Raises ApiError 400, and the errors of `EngineLoop.submit`.
         """
         if body.num_choices > self.loop.capacity:
             field = "n" if body.num_choices == body.n else body.prompt_field
-            message = f"{field}: {body.num_choices} choices are asked for; at most {self.loop.capacity} are in flight"
+            message = f"{field}: {body.num_choices} choices requested; at most {self.loop.capacity} are in flight"
             raise ApiError(400, message, field, "too_many_choices")
         self.loop.check_room(body.num_choices, client)  # before any work
         try:
             requests = await asyncio.to_thread(self._requests, body)  # tokenizing a long prompt takes time
             tools: tuple[Tool, ...] = ()
-            for structure, field in self._structures(body):  # the last one constrains the text
+            for structure, field in self._structures(body):  # the last structure constrains the text
                 try:
                     constraint, tools = await self._grammars.compile(structure)
                 except GrammarError as error:
@@ -256,7 +256,7 @@ class Replica:
     def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
         """Maximum tokens of the answer; raises ApiError if the requested number does not fit."""
         context, requested, maximum = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
-        requested = 1 if requested == 0 else requested  # a token that is not shown
+        requested = 1 if requested == 0 else requested  # the prefill emits one token, which is not shown
         available = context - num_prompt_tokens
         if (requested or 1) > available:
             message = f"this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}"
@@ -266,20 +266,18 @@ class Replica:
             field = body.prompt_field if available < 1 else "max_tokens"
             raise ApiError(400, message, field, "context_length_exceeded")
         if maximum is not None and (requested or 1) > maximum:
-            message = f"max_tokens: {requested} are asked for; this server gives at most {maximum}"
+            message = f"max_tokens: {requested} requested; this server allows at most {maximum}"
             raise ApiError(400, message, "max_tokens", "max_tokens_exceeded")
         maximum = available if maximum is None else min(available, maximum)
         if requested is None and body.min_tokens > maximum:
-            raise ApiError(
-                400, f"min_tokens: {body.min_tokens} are asked for; there is room for {maximum}", "min_tokens"
-            )
+            raise ApiError(400, f"min_tokens: {body.min_tokens} requested; there is room for {maximum}", "min_tokens")
         return requested or maximum
 
 
 def why_dtype(pair: Pair) -> str:
     """Reason of a pair's dtype: the machine's default, or the configuration."""
     best = fastest_dtype(pair.target.device)
-    return best.why if dtype_name(pair.target.dtype) == best.name else f"asked for; auto: {best.name}, {best.why}"
+    return best.why if dtype_name(pair.target.dtype) == best.name else f"requested; auto: {best.name}, {best.why}"
 
 
 def chat_template(pair: Pair) -> str | None:
@@ -317,6 +315,6 @@ def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
 
 
 def _choice_request(request: Request, number: int) -> Request:
-    """The request of choice `number`, which differs in its seed, an int64 that wraps around."""
+    """Request of choice `number`: adds `number` to the seed, which wraps around as an int64."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))

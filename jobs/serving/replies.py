@@ -29,7 +29,7 @@ class Answered(NamedTuple):
     num_choices: int
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens read from the prefix cache."""
     num_tokens: int
     block_size: int | None
     """Largest block size; None if no block was verified."""
@@ -48,7 +48,7 @@ class ChatFormat:
         return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
 
     def delta(self, text: str | None, first: bool, calls: Sequence[JsonObject] = ()) -> JsonObject:
-        """Fields of one chunk; text None in the last one."""
+        """Fields of one chunk; `text` is None in the last one."""
         role = {"role": "assistant"} if first else {}
         called = {"tool_calls": list(calls)} if calls else {}
         return {"delta": role | ({} if text is None or (calls and not text) else {"content": text}) | called}
@@ -88,8 +88,8 @@ class CompletionFormat:
 class Reply:
     """Response to one body: takes the steps of its requests, and yields the objects to send, without waiting.
 
-    name: of the model. interval: returns the minimum seconds between two chunks of a choice. readers: of the tool
-    calls of each choice, None without tools.
+    name: of the model. interval: returns the minimum seconds between two chunks of a choice. readers: parser of the
+    tool calls of each choice, None without tools.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Routing of requests to the replicas of a model, and the number of replicas.
+"""Routing of requests to the replicas of a model, and autoscaling of their number.
 
 Requests with a common beginning go to the replica that has it in its prefix cache, while that replica has a free row:
-consistent hashing with bounded loads (arXiv 1608.01350) on Ray Serve's own ring. A lost replica's share of the
-requests moves to others, and the rest stays where it is.
+consistent hashing with bounded loads (arXiv 1608.01350) on Ray Serve's hash ring. If a replica is lost, only its
+share of the requests moves to other replicas.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ FEW_ROWS = 0.7  # share of the rows that remaining replicas may use after one is
 
 
 def affinity(body: Body) -> str:
-    """Requests with the same value go to the same replica.
+    """Hash key of a request: requests with the same key go to the same replica.
 
-    It is the request's `prompt_cache_key`, otherwise the conversation to the user's first turn, or the beginning of
-    a completion's first prompt. Conversations differ in the user's first turn even if they share a system prompt,
-    which every replica has soon.
+    Hash of the cache salt and the `prompt_cache_key`, otherwise the conversation up to the first user message, or the
+    beginning of a completion's first prompt. Conversations with the same system prompt, which every replica has soon
+    cached, differ in the first user message.
     """
     if body.prompt_cache_key:
         shared = body.prompt_cache_key
@@ -41,7 +41,7 @@ def affinity(body: Body) -> str:
 
 
 class PrefixRouter(ConsistentHashRouter):
-    """Routes by a handle's `session_id`; to the least loaded replica if all rows of the hashed one are in use.
+    """Router by the hash of a handle's `session_id`; uses the least loaded replica if that replica has no free row.
 
     num_slots: rows of a replica.
     """
@@ -62,7 +62,7 @@ class PrefixRouter(ConsistentHashRouter):
 
 
 class WaitingScaling:
-    """Autoscaling policy of Serve: rows for all requests, and one replica more while requests wait too long.
+    """Autoscaling policy of Serve: enough rows for all requests, plus one replica while requests wait too long.
 
     num_slots: rows of a replica. target_s: seconds that a request may wait for its first token.
     """
@@ -79,7 +79,7 @@ class WaitingScaling:
         if waiting_s > self._target_s:
             desired = max(desired, num + 1)
         elif desired < num and (waiting_s > self._target_s / 2 or num_requests > self._most_with(num - 1)):
-            desired = num  # without the last replica they would wait
+            desired = num  # with one replica fewer, requests would wait
         return desired, {}
 
     def _most_with(self, num_replicas: int) -> float:

@@ -34,7 +34,7 @@ from jobs.serving.messages import (
     structured,
 )
 
-MAX_STOPS = 16  # OpenAI takes 4; evaluations send more
+MAX_STOPS = 16  # OpenAI accepts 4; evaluations send more
 MAX_STOP_LENGTH = 4096  # characters; a partial match is held back up to this length
 MAX_STOP_TOKENS = 256
 MAX_MESSAGES = 4096  # of a conversation: limits the work for a bad body
@@ -171,7 +171,7 @@ class GenerateRequest(JsonBody):
 
     @property
     def num_tokens_asked(self) -> int | None:
-        """Maximum tokens of an answer; None for no limit but the context."""
+        """Maximum tokens of an answer; None if only the context limits them."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
@@ -234,7 +234,7 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Additional variables of the chat template."""
     reasoning_effort: str = "none"
-    """Variable of the chat template, if it reads it; none for no reasoning."""
+    """Variable of the chat template, if the template uses it; none for no reasoning."""
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
@@ -248,18 +248,18 @@ class ChatRequest(GenerateRequest):
     def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError("tools: each must have a name of its own")
+            raise ValueError("tools: names must be unique")
         if isinstance(self.tool_choice, ToolChoiceBody) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is not one of the tools")
         if self.must_call and not self.tools:
             raise ValueError("tool_choice: there are no tools")
         if self.callable_tools and self.grammar is not None and self.grammar.kind != "json":
-            raise ValueError("tools: structured_outputs asks for a text that is no JSON, too; one is needed")
+            raise ValueError("tools: structured_outputs also asks for a text that is not JSON; choose one")
         return self
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables of the chat template besides messages and tools."""
+        """Variables of the chat template other than messages and tools."""
         effort = {} if self.reasoning_effort == "none" else {"reasoning_effort": self.reasoning_effort}
         ends = {
             "add_generation_prompt": self.add_generation_prompt,
@@ -357,7 +357,7 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
 
 
 def _shown(part: str | int) -> str:
-    """A part of a field's path in one line, since a client may send any name."""
+    """Part of a field's path; `repr` of an unprintable name, since a client may send any name."""
     return part if isinstance(part, str) and part.isprintable() else repr(part)
 
 

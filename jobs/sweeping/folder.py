@@ -6,7 +6,7 @@
     rejects.jsonl    prompts without a row, and the reasons
     price.json       step cost on the worker that measured it
 
-The name of a part contains a hash of its prompts, so the same command finds its parts, and another one is refused.
+The name of a part contains a hash of its prompts, so the same command reuses its parts, and another sweep is refused.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class SweepFolder:
         self.metadata: Metadata | None = None  # of the rows, after the first read or write
 
     def open(self, shards: Sequence[SweepShard], prompts: Sequence[Prompt]) -> None:
-        """Prepare the directory for these shards, with `prompts` in their order; removes unfinished files of a kill.
+        """Prepare the directory for these shards, with `prompts` in their order; removes files left by a killed run.
 
         Raises ValueError as `check` does.
         """
@@ -130,6 +130,6 @@ class SweepFolder:
                 f"output {self.place}: holds rows, but {CONFIG_FILE} is not readable ({error})"
             ) from None
         if changed := difference(stored, self.identity):
-            raise ValueError(f"output {self.place}: holds another sweep (there and here: {changed})")
+            raise ValueError(f"output {self.place}: holds another sweep (stored and requested: {changed})")
         if foreign := parts - {shard.part for shard in shards}:
             raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} does not belong to this sweep")

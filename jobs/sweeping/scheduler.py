@@ -24,7 +24,7 @@ class SweepTask(NamedTuple):
 class Scheduler:
     """Ray actors that run one task at a time. A worker that dies is replaced, and its task is tried again.
 
-    All actors are requested at once. Those that the cluster cannot place yet stay pending, which triggers its
+    All actors are requested together. Those that the cluster cannot place yet stay pending, which triggers its
     autoscaler. An actor without a task ends.
     """
 
@@ -81,12 +81,12 @@ class Scheduler:
             elif self.metadata and (mismatched := mismatch(self.metadata, result)):
                 raise ValueError(f"workers loaded different pairs ({mismatched}): set a fixed revision and dtype")
             else:
-                self._folder.take(result)  # raises before anything is decoded that could not be written
+                self._folder.take(result)  # raises before decoding rows that could not be written
                 self.metadata, self._num_failed_loads = result, 0
         self._assign(worker)
 
     def _assign(self, worker: Any) -> None:
-        """Give a worker the next task; without one end the worker, unless it is the last."""
+        """Give a worker the next task; if there is none, end the worker, unless it is the last."""
         if not self._waiting:
             if self._running:
                 ray.kill(worker)

@@ -1,6 +1,4 @@
-"""vLLM by its public API: an engine with a fixed number of drafted tokens, whose answers have accepted tokens by
-step.
-"""
+"""vLLM by its public API: an engine with a fixed number of drafted tokens, and the accepted tokens of each step."""
 
 import gc
 import os
@@ -35,7 +33,7 @@ class VllmPair(NamedTuple):
 
     @classmethod
     def of(cls, config: PairConfig) -> Self:
-        """Find the pair of a configuration. Raises ValueError for missing models, and for drafts but DFlash."""
+        """Find the pair of a configuration. Raises ValueError for missing models and for non-DFlash drafts."""
         names = config.models
         target, draft = (find(name) for find, name in zip((find_target, find_draft), names, strict=True))
         network = load_any_draft(draft.directory)
@@ -64,7 +62,7 @@ class VllmRequest(NamedTuple):
     max_new_tokens: int
     sampling: Sampling = Sampling()
     num_logprobs: int | None = None
-    """Log probabilities per token; -1 for the whole vocabulary."""
+    """Number of top log probabilities per token; -1 for the whole vocabulary, None for none."""
     stops: bool = True
     """True: ends at a stop token; False: only at the limit."""
 

@@ -22,7 +22,7 @@ from blockpilot.sweep.rows import Metadata, Outcome
 from blockpilot.types import Prefill, Sampling
 from jobs.common.config import Config, PairConfig
 
-# Chains verify every drafted position, so token_s includes both costs; vLLM's products have no tiles of TILE tokens.
+# Chains verify every drafted position, so token_s includes both costs; vLLM's matmuls have no tiles of TILE tokens.
 NAMES = tuple(name for name in COEFFICIENTS if name not in ("slot_s", "tile_s", "experts_s"))
 TIMED_TOKENS = 33  # of every timed answer
 NUM_TIMES = 8  # timings of each load; the result is their lower quartile
@@ -127,7 +127,7 @@ class VllmSweepWorker:
                 self._pair,
                 block_size,
                 max_num_seqs=self._num_slots,
-                # All logits, once per prompt; without a prefix cache each candidate's draft sees the whole prompt.
+                # All logits, once per prompt. Without a prefix cache each candidate's draft gets the whole prompt.
                 max_logprobs=-1,
                 enable_prefix_caching=False,
                 **self._options.engine_options,

@@ -46,18 +46,18 @@ class TrainDraftConfig(AnswersConfig):
     """Target layers whose hidden states the draft reads; 0 is the first. By default as many as a DFlash draft has
     layers, evenly spaced, or EAGLE-3's three."""
     markov_rank: int = Field(default=0, ge=0)
-    """Rank of a DFlash draft's Markov head, which scores a token by the previous one; 0 for none."""
+    """Rank of a DFlash draft's Markov head, which scores a token given the previous one; 0 for none."""
     selector_rank: int = Field(default=0, ge=0)
-    """Rank of a DFlash draft's candidate selector, which selects a token by the previous one (DFlash 2); 0 for
+    """Rank of a DFlash draft's candidate selector (DFlash 2), which selects a token given the previous one; 0 for
     none."""
     selector_top_k: int = Field(default=16, ge=2)
     """Number of top tokens per position that the selector selects from."""
     causal: bool = False
-    """A position of a DFlash draft's block sees only those before it, as in JetSpec (arXiv 2606.18394). By default
-    the whole block, or what `start` sees."""
+    """Causal mask inside a DFlash draft's block, as in JetSpec (arXiv 2606.18394). By default every position attends
+    to the whole block, or as in `start`."""
     only_edges: bool = False
-    """Train only the selector or Markov head, on a frozen draft (`start`) with or without one. The draft's outputs on
-    the answers are computed once."""
+    """Train only the selector or Markov head of a frozen draft (`start`), which need not have one yet. The draft's
+    outputs on the answers are computed once."""
     mask_token: str = "<empty_output>"
     """Mask token of a DFlash draft: a token of the target's vocabulary that occurs in no text."""
     start: str = "target"
@@ -101,7 +101,9 @@ def check_draft(config: TrainDraftConfig) -> None:
     if config.only_edges and not (config.markov_rank or config.selector_rank):
         raise ValueError("only_edges: needs a markov_rank or a selector_rank above 0")
     if config.only_edges and config.draft_vocab_size is not None:
-        raise ValueError(f"draft_vocab_size {config.draft_vocab_size}: of the start, where only_edges is set")
+        raise ValueError(
+            f"draft_vocab_size {config.draft_vocab_size}: only_edges keeps the start's vocabulary, leave it unset"
+        )
     if config.only_edges and config.start in ("target", "random"):
         raise ValueError(f"only_edges: start must be a draft's directory, not {config.start}")
     if config.start == "target":
@@ -158,7 +160,7 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
 
 
 def _with_parts(start: DraftModel, config: TrainDraftConfig) -> DraftModel:
-    """The draft with a causal mask, and with the configuration's edges if it has none."""
+    """The draft with a causal mask if configured, and with the configuration's edges if it has none."""
     parts: dict[str, int] = {"causal": True} if config.causal and not start.options.causal else {}
     if start.edges is None:
         parts |= _edge_options(config)
@@ -215,7 +217,8 @@ def edge_loss(config: TrainDraftConfig) -> EdgeLoss:
 def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss:
     """The draft before training, with its loss.
 
-    Queries and keys start at the scale of the first answer; an EAGLE-3 draft proposes the answers' tokens.
+    With start `target`, scales of the target's activations are measured on the first answer. The vocabulary is that
+    of `use_vocabulary`.
     """
     disable_progress_bar()
     model, _, _ = load_target(config.target, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Expectations of acceptance models, and their learning."""
+"""Acceptance models: expected nodes, acceptance probabilities, and learning."""
 
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ from blockpilot.control.acceptance import (
     knowledge,
     logistic,
 )
-from blockpilot.drafts.choices import own_chances
+from blockpilot.drafts.choices import draft_probs
 from blockpilot.types import Candidates
 from helpers.paths import needs_functions, paths
 
@@ -31,7 +31,7 @@ DEEPEST, K = 4, 6
 
 
 def drafted(num_rows: int, seed: int, *, drawn: bool) -> Candidates:
-    """Candidates of DEEPEST slots of each row: the log probabilities of K tokens, which add up to 0.9."""
+    """Candidates of DEEPEST slots of each row: log probabilities of K tokens, whose probabilities add up to 0.9."""
     logits = torch.randn(num_rows * DEEPEST, K, generator=torch.Generator().manual_seed(seed)).double() * 2
     log_probs = (logits.log_softmax(dim=1) + np.log(0.9)).sort(dim=1, descending=True).values.float()
     return Candidates(torch.arange(K).expand_as(log_probs), log_probs, log_probs, torch.full((len(logits),), drawn))
@@ -43,11 +43,11 @@ def proposed(model: AcceptanceModel, found: Candidates) -> Proposal:
 
 
 def taught(model: AcceptanceModel, num_steps: int, rightness: float, *, drawn: bool) -> None:
-    """Steps of a row that verifies every first choice, which is right so many times as often as its draft says."""
+    """Teach steps of a row that verifies every first choice, right `rightness` times as often as the draft says."""
     draws = np.random.default_rng(5)
     for step in range(num_steps):
         proposal = proposed(model, found := drafted(1, step, drawn=drawn))
-        own = own_chances(found)[0, :, 0].numpy()
+        own = draft_probs(found)[0, :, 0].numpy()
         right = draws.random(DEEPEST) < rightness * own
         reached = np.concatenate([[True], right[:-1]]).cumprod().astype(bool)
         choices = K * np.flatnonzero(reached)
@@ -56,8 +56,8 @@ def taught(model: AcceptanceModel, num_steps: int, rightness: float, *, drawn: b
 
 @pytest.mark.parametrize("seed", range(6))
 def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
-    """Also of a model whose weights lie in memory in another order, of scores that are not finite, and of rows of
-    which nothing is known, which have the draft's own. They fall, and what cannot be drawn has none.
+    """Same probabilities with weights in another memory order, scores that are not finite, and rows that are unknown,
+    which have the draft's own. They descend along choices; impossible tokens have probability 0.
     """
     draws, weights = np.random.default_rng(seed), np.random.default_rng(seed).normal(0, 0.5, (2, NUM_WEIGHTS))
     model = AcceptanceModel(DEEPEST, Prior(np.asfortranarray(weights)))
@@ -76,7 +76,7 @@ def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
     assert (np.diff(by_c, axis=-1) <= 0).all()
     assert (by_c.sum(axis=-1) <= 1 + 1e-5).all()
     unknown = ~known & (np.arange(20) != 7)
-    own = np.repeat(own_chances(found).numpy(), 3, axis=0)
+    own = np.repeat(draft_probs(found).numpy(), 3, axis=0)
     np.testing.assert_allclose(by_c[:, unknown], own[:, unknown], rtol=1e-4, atol=2e-4)
     untrained = AcceptanceModel(DEEPEST).propose(known, found, slots).chances
     np.testing.assert_allclose(np.delete(untrained, 7, axis=1), np.delete(own, 7, axis=1), rtol=1e-3, atol=2e-4)
@@ -87,15 +87,15 @@ def test_slots_learn_how_far_a_draft_is_right(rightness: float, *, drawn: bool) 
     model = AcceptanceModel(DEEPEST)
     taught(model, 2500, rightness, drawn=drawn)
     found = drafted(40, 12345, drawn=drawn)
-    chances, own = proposed(model, found).chances[0, :, 0], own_chances(found)[0, :, 0].numpy()
+    chances, own = proposed(model, found).chances[0, :, 0], draft_probs(found)[0, :, 0].numpy()
     assert chances.mean() == pytest.approx(rightness * own.mean(), rel=0.1)
     other = drafted(40, 12345, drawn=not drawn)
-    untouched = own_chances(other)[0, :, 0].numpy().mean()
+    untouched = draft_probs(other)[0, :, 0].numpy().mean()
     assert proposed(model, other).chances[0, :, 0].mean() == pytest.approx(untouched, rel=1e-3)
 
 
 def test_learning_is_the_regression_of_all_that_was_seen() -> None:
-    """Near enough to the weights of the greatest posterior, found by Newton's method on all outcomes at once."""
+    """Probabilities close to those of the maximum posterior, found by Newton's method on all outcomes together."""
     model, draws = AcceptanceModel(DEEPEST), np.random.default_rng(1)
     inputs, rights = list[Array](), list[Array]()
     for step in range(400):
@@ -123,7 +123,7 @@ def test_learning_is_the_regression_of_all_that_was_seen() -> None:
 
 
 def observe(model: AcceptanceModel, depths: list[int], chances: list[list[float]], kind: int = 0) -> None:
-    """Drafts so deep, that added nodes with these probabilities at depths 1, 2 and so on."""
+    """Observe drafts of these depths, with nodes of these probabilities at depths 1, 2 and so on."""
     at = np.repeat(np.arange(1, len(chances) + 1), list(map(len, chances)))
     kinds, of_nodes = np.full(len(depths), kind), np.full(len(at), kind)
     model.observe(kinds, np.array(depths), of_nodes, at, np.array([chance for each in chances for chance in each]))
@@ -137,7 +137,7 @@ def expected(model: AcceptanceModel, kind: int) -> Expected:
 
 @pytest.mark.parametrize("kind", [0, 1, NUM_KINDS - 1])
 def test_before_anything_was_seen_depths_are_guessed(kind: int) -> None:
-    """A chain, whose nodes count where they are as probable as the threshold; nothing of what needs no draft."""
+    """First guess: a chain, whose nodes count if they reach the threshold; no nodes that need no draft."""
     found = expected(AcceptanceModel(DEEPEST), kind)
     guess = FIRST_GUESS ** np.arange(1, DEEPEST + 1)[:, None]
     np.testing.assert_allclose(found.counts[1:], guess >= THRESHOLDS)
@@ -149,7 +149,7 @@ def test_before_anything_was_seen_depths_are_guessed(kind: int) -> None:
 
 
 def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:
-    """Depths that were not drafted are censored, and rows of another kind are others."""
+    """Depths that were not drafted are censored, and each kind of row has separate means."""
     model = AcceptanceModel(DEEPEST)
     before = model.expected().sums
     observe(model, [2], [[0.5], [0.1]])
@@ -168,7 +168,7 @@ def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:
 
 
 def test_tokens_of_paths_are_those_of_every_step() -> None:
-    """Whether or not a row drafted."""
+    """Nodes of paths at depth 0 are observed with and without a draft."""
     model = AcceptanceModel(DEEPEST)
     for depth in (0, 4):
         model.observe(np.array([5]), np.array([depth]), np.array([5, 5]), np.array([0, 0]), np.array([0.9, 0.5]))
@@ -191,9 +191,9 @@ def test_means_fade() -> None:
 
 
 def chances_of(model: AcceptanceModel, drawn: int = 0, most: int = 8) -> list[list[float]]:
-    """Chances of the tokens of paths that share 2, 4, 8 and 32 tokens, each where those before it hold."""
+    """Probabilities of path tokens after matches of 2, 4, 8 and 32 tokens, each if those before it are right."""
     reached = [[1.0] * 4]
-    gains = [model.follow(paths([2, 4, 8, 32], num, drawn)).gains for num in range(most + 1)]
+    gains = [model.cut_paths(paths([2, 4, 8, 32], num, drawn)).gains for num in range(most + 1)]
     reached += np.diff(gains, axis=0).tolist()
     return (np.array(reached[1:]) / np.array(reached[:-1])).T.tolist()
 
@@ -212,11 +212,11 @@ def test_paths_are_cut_where_they_are_hardly_reached() -> None:
     model = AcceptanceModel(DEEPEST)
     model.paths.weights[:] = 0
     model.paths.weights[:, 0] = np.log(0.3 / 0.7)
-    found = model.follow(paths([5]))
+    found = model.cut_paths(paths([5]))
     assert found.sizes.tolist() == [3]  # 0.3, 0.09, 0.027 and 0.008
     assert found.gains == pytest.approx([0.417])
-    assert model.follow(paths([5]), least=0.2).sizes.tolist() == [1]
-    assert model.follow(paths([5]), least=0.4).sizes.tolist() == [0]
+    assert model.cut_paths(paths([5]), least=0.2).sizes.tolist() == [1]
+    assert model.cut_paths(paths([5]), least=0.4).sizes.tolist() == [0]
 
 
 @needs_functions
@@ -228,7 +228,7 @@ def test_kinds_are_by_what_paths_will_add_and_by_temperature() -> None:
         found = list[int]()
         for chance in (0.001, 0.5, 0.75, 0.95):
             model.paths.weights[:, 0] = np.log(chance / (1 - chance))
-            followed = model.follow(paths([5, 0], most=31, drawn=drawn))
+            followed = model.cut_paths(paths([5, 0], most=31, drawn=drawn))
             kinds = model.kinds(followed.drawn, followed).tolist()
             assert kinds[1] == drawn
             found.append(kinds[0] - drawn)
@@ -238,7 +238,7 @@ def test_kinds_are_by_what_paths_will_add_and_by_temperature() -> None:
 @needs_functions
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_paths_learn_how_often_they_hold(drawn: int) -> None:
-    """Of texts that copy less than those that the first weights are from; the other kind stays."""
+    """Texts that copy less than those of the initial weights are learned; the other kind does not change."""
     model, draws = AcceptanceModel(DEEPEST), np.random.default_rng(0)
     before = chances_of(model, 1 - drawn)
     for _ in range(1500):

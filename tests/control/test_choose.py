@@ -1,4 +1,4 @@
-"""Depths before the draft and nodes after it, against all choices there are."""
+"""Depths before the draft and nodes after it, against brute force over all choices."""
 
 import math
 from collections.abc import Sequence
@@ -53,12 +53,12 @@ loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5), st.just(
 class SlowStep(NamedTuple):
     tokens: float
     seconds: float
-    """Without the launch of a draft that nobody beside runs."""
+    """Without the launch cost of passes that no other row runs."""
     launch_s: float
 
 
 def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: StepPrice, beside: Load) -> SlowStep:
-    """Step of rows that draft so deep, which adds these tokens and nodes."""
+    """Step of rows that draft to this depth, which adds these tokens and nodes."""
     rows, verified = beside.rows + num_rows, beside.num_verified + nodes
     launched = beside.num_passes if beside.num_drafted else 0
     num_passes = depth if price.is_sequential else int(depth > 0)
@@ -78,9 +78,9 @@ nodes_of = st.lists(st.tuples(chances, st.floats(0, 9)), min_size=2, max_size=5)
 def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
     by_threshold: list[list[tuple[float, float]]], num_rows: int, price: StepPrice, beside: Load
 ) -> None:
-    """Brute force over depths and thresholds of nodes, and where nodes fill a tile; depth 0 needs no draft.
+    """Brute force over depths, thresholds of nodes, and numbers of nodes that fill a tile; depth 0 needs no draft.
 
-    Each threshold has some nodes more than the one above it, which are accepted with some probability.
+    Each threshold has some more nodes than the one above it, which are accepted with some probability.
     """
     size = min(map(len, by_threshold))
     more = np.array([of_depths[:size] for of_depths in by_threshold]).transpose(2, 1, 0)
@@ -113,7 +113,7 @@ def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
 def test_the_depths_save_the_most_seconds(
     rows: list[tuple[list[float], int]], price: StepPrice, beside: Load
 ) -> None:
-    """Brute force over the depths that rows may draft; where no draft saves any, one row could still try one."""
+    """Brute force over the depths that rows may draft; if no draft saves any seconds, one row may still try one."""
     saved_s, most = np.array([[0.2, *of_row] for of_row, _ in rows]) - 0.2, [deepest for _, deepest in rows]
     launched = beside.num_passes if beside.num_drafted else 0
 
@@ -143,7 +143,7 @@ def test_no_token_costs_less_than_the_least(price: StepPrice, load: Load) -> Non
 
 
 def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:
-    """Depths of rows, each of a kind of its own, which add as much at each depth as `reaches` says, in one node."""
+    """Depths of rows, each of a separate kind, which add one node of probability `reaches` at each depth."""
     sums = np.array([[0.0, *reach] for reach in reaches])[..., None]
     plans = plan_rows(Expected(np.zeros(1), sums, (sums > 0).astype(float)), len(reaches), price, beside)
     most = np.full(len(reaches), sums.shape[1] - 1)
@@ -153,29 +153,29 @@ def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = 
 
 
 def test_rows_choose_apart() -> None:
-    """One row's long draft costs its neighbours nothing."""
+    """Depths of rows are independent: the long draft of one row costs the others nothing."""
     easy, hard = (0.95, 0.93, 0.9, 0.85), (0.1, 0.05, 0.0, 0.0)
     assert choose([hard, easy, hard, easy], linear_price(0.1)) == [0, 4, 0, 4]
 
 
 def test_nobody_drafts_where_launch_is_too_dear_for_all_together() -> None:
-    """Of six rows all draft or none: together they expect 4.8 tokens more, and a pass for one brings 0.8."""
+    """All of six rows draft or none: together they expect 4.8 more tokens; a pass for one row gains 0.8."""
     reach, dear, cheap = (0.5, 0.3), *(price(base_s=1.0, launch_s=launch, slot_s=0.01) for launch in (1.2, 0.5))
     assert choose([reach] * 6, dear) == [0] * 6
     assert choose([reach] * 6, cheap) == [2] * 6
     assert choose([reach], cheap, Load(5)) == [0]
-    assert choose([reach], dear, Load(5, num_drafted=3, num_verified=3)) == [2]  # the launch is theirs
+    assert choose([reach], dear, Load(5, num_drafted=3, num_verified=3)) == [2]  # the others pay the launch cost
 
 
 def test_a_sequential_draft_goes_no_deeper_than_all_rows_together_pay_for() -> None:
-    """A pass costs 0.4 steps of a row: the second one brings a row 0.5 tokens, which is worth it to two rows."""
+    """A pass costs 0.4 steps of a row: the second one gains 0.5 tokens per row, which pays for two rows."""
     reach, sequential = (0.9, 0.5, 0.1), price(base_s=0.0, row_s=1.0, launch_s=0.4, is_sequential=True)
     assert choose([reach], sequential) == [1]
     assert choose([reach] * 2, sequential) == [2, 2]
 
 
 def test_load_fades_speculation_out() -> None:
-    """A token costs the same however many rows there are, but the time that it saves is shared by them."""
+    """Depth falls with the number of rows: a token costs the same, but they share the time that it saves."""
     depths = [set(choose([(0.9, 0.6, 0.4, 0.25)] * rows, linear_price(0.12))) for rows in range(1, 13)]
     assert all(len(of_load) == 1 for of_load in depths)
     deepest = [max(of_load) for of_load in depths]
@@ -195,7 +195,7 @@ def test_equals_take_the_shallowest() -> None:
 def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
     rows: list[tuple[list[float], float]], price: StepPrice, beside: Load
 ) -> None:
-    """No other number of every row's best nodes saves more seconds; nor by numpy, where there is no C."""
+    """No other numbers of the rows' best nodes save more seconds, in C or by numpy."""
     drafted = beside._replace(rows=beside.rows + len(rows))
     offered, rates = [of_row for of_row, _ in rows], np.array([rate for _, rate in rows])
 
@@ -217,7 +217,7 @@ def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
 
 
 def test_prompt_tokens_fill_tiles() -> None:
-    """A token that begins a tile costs it; beside 14 tokens of a prompt, the second node of a row does."""
+    """Cost of a tile for its first token: with 14 prompt tokens in the step, the second node of a row."""
     of, rates = price(token_s=0.01, tile_s=0.5), np.array([1.0])
     offered = trees_to_select([[0.6, 0.4, 0.3]])
     assert choose_nodes(offered, of, Load(1, 3), rates).tolist() == [3]

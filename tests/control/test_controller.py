@@ -40,7 +40,7 @@ def greedy(num: int, deepest: int = DEEPEST) -> Planned:
 def run(
     controller: Controller, num_steps: int, chances: list[float], seconds: float | None = None
 ) -> list[list[int]]:
-    """Depths of steps of one row, and how many nodes each verified; they take as long as the first price says."""
+    """Depths and numbers of verified nodes of one row's steps, which take `seconds`, or as the first price says."""
     found, first = list[list[int]](), controller.price
     for _ in range(num_steps):
         depth = int(controller.plan(greedy(1), ALONE)[0])
@@ -64,7 +64,7 @@ def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
 
 
 def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
-    """Not by the rate of the step at hand: poor candidates are no reason to verify worse ones."""
+    """Long-run rate, not that of the current step: poor candidates are no reason to verify worse ones."""
     controller = controller_of(price(token_s=0.2))
     rate = plan_rows(controller.model.expected(), 1, controller.price, ALONE).rate[0]
     depth = int(controller.plan(greedy(1), ALONE)[0])
@@ -74,14 +74,14 @@ def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
 
 
 def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
-    """What a path adds is learned of steps; then a draft is worth its launch to rows without one alone."""
+    """Gains of paths are learned from steps; then a draft is worth its launch only for rows without a path."""
     controller = controller_of(price(launch_s=0.5, slot_s=0.05, token_s=0.02))
     carried, other = NUM_KINDS - 2, 0
     for _ in range(100):
         kinds = np.array([carried, other])
         depths = controller.plan(Planned(kinds, np.full(2, DEEPEST)), ALONE)
         offered = trees_to_select([[0.99] * 4, [0.8, 0.6, 0.4, 0.3][: int(depths[1])]])
-        offered.nodes.steps[0] = 0  # the first row's nodes are of a path
+        offered.nodes.path_index[0] = 0  # the first row's nodes are of a path
         controller.select(offered._replace(kinds=kinds, drafted=depths), Load(2, int(depths.sum())))
         controller.learn(StepOutcome(Load(2, int(depths.sum()), 4)), 1.0)
     controller._spare_s = 0.0  # no exploration is due
@@ -90,7 +90,7 @@ def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
 
 
 def test_what_drafts_add_moves_the_plan() -> None:
-    """A draft of which little comes is not worth its launch; one that is right goes deep."""
+    """A draft that adds little is not worth its launch; an accurate one drafts deep."""
     good, poor = controller_of(price(launch_s=0.3, token_s=0.02)), controller_of(price(launch_s=0.3, token_s=0.02))
     assert run(good, 400, [0.95, 0.9, 0.85, 0.8])[-1] == [4, 4]
     steps = run(poor, 400, [0.1, 0.01, 0.001, 0.0001])[-100:]
@@ -101,18 +101,18 @@ def test_what_drafts_add_moves_the_plan() -> None:
 
 @needs_functions
 def test_paths_are_cut_where_a_token_costs_more_than_it_saves() -> None:
-    """A match of two drawn tokens is right one time in seven."""
+    """A path after a match of two sampled tokens is right one time in seven."""
     sizes = list[int]()
     for token_s in (0.01, 0.5):
         controller = controller_of(price(launch_s=0.1, token_s=token_s))
         controller.plan(greedy(1), ALONE)
-        sizes.append(int(controller.follow(paths([2], drawn=1)).sizes[0]))
+        sizes.append(int(controller.cut_paths(paths([2], drawn=1)).sizes[0]))
     assert sizes[0] > 0
     assert sizes[1] == 0
 
 
 def test_plans_are_renewed_soon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sixteen rows the first steps say more than any guess, and a short run consists of little else."""
+    """First steps of sixteen rows tell more than any guess, and a short run has few others."""
     controller, planned = controller_of(), list[int]()
     expected = controller.model.expected
     monkeypatch.setattr(controller.model, "expected", lambda: planned.append(controller._num_plans) or expected())
@@ -142,7 +142,7 @@ def test_plans_are_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows by turns; not of a draft that takes a pass for each depth, nor where nothing drafts."""
+    """Each row in rotation; not with a draft that takes a pass for each depth, nor if no row drafts."""
     shallow = [1, 1]
     found_best = "blockpilot.control.controller.best_drafting"
     monkeypatch.setattr(found_best, lambda *_: Drafting(np.array(shallow), 1.0))
@@ -158,7 +158,7 @@ def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.Monk
 
 
 def test_deep_drafts_come_back_while_shallow_ones_go_on() -> None:
-    """After texts in which only the first position is right."""
+    """Deep drafts after texts in which only the first position is right."""
     good, poor = [0.95, 0.9, 0.85, 0.8], [0.95, 0.01, 0.001, 0.001]
     of = price(launch_s=0.05, slot_s=0.1, token_s=0.02)
     controller = Controller(AcceptanceModel(DEEPEST), of, follows=False)
@@ -168,7 +168,7 @@ def test_deep_drafts_come_back_while_shallow_ones_go_on() -> None:
 
 
 def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> None:
-    """Only where the price follows the steps."""
+    """Probes only if the step cost is updated from the steps."""
     dear = price(launch_s=100.0)
     found = [depth for depth, _ in run(controller_of(dear), 3 * PROBE_EVERY, [0.9])]
     probes = [i for i, depth in enumerate(found) if depth]
@@ -178,7 +178,7 @@ def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> No
 
 
 def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
-    """The price says that a draft costs far too much; it costs next to nothing."""
+    """Drafting resumes although the initial step cost of a draft is far too high; it costs almost nothing."""
     controller = controller_of(price(launch_s=3.0))
     assert run(controller, 1, [0.9])[0][0] == 0
     found = run(controller, 40 * PROBE_EVERY, [0.9, 0.8, 0.7, 0.6], seconds=1.0)
@@ -187,7 +187,7 @@ def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
 
 @pytest.mark.parametrize("of", [None, price(launch_s=0.3, token_s=0.02)])
 def test_drafts_come_back_after_texts_that_they_fail_in(of: StepPrice | None) -> None:
-    """And as long as they fail, trying again costs little of plain decoding's speed."""
+    """While drafts fail, trying them again costs little of plain decoding's speed; then they come back."""
     good, poor = [0.95, 0.9, 0.85, 0.8], [0.05, 0.01, 0.001, 0.001]
     controller = controller_of(of)
     run(controller, 3000, good)
@@ -205,12 +205,12 @@ def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted() -> N
 
 
 def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
-    """Nodes that are certain, of a row that drafted one position and of one that drafted none."""
+    """Forced nodes are not observed, of a row that drafted one position and of one that drafted none."""
     controller = controller_of(price(launch_s=0.01))
     before = controller.model.expected().counts[0, 1:]
     controller.plan(greedy(2), ALONE)
     offered = trees_to_select([[1.0, 1.0, 1.0], [1.0, 1.0]])
-    offered.nodes.choices[0, 1:], offered.nodes.choices[1] = -1, -1
+    offered.nodes.choice_index[0, 1:], offered.nodes.choice_index[1] = -1, -1
     controller.select(offered._replace(drafted=np.array([1, 0])), Load(2, 1))
     for _ in range(UPDATE_EVERY):
         controller.plan(greedy(1), ALONE)
@@ -221,7 +221,7 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
 
 
 def test_later_steps_are_learned_from_by_one_in_some() -> None:
-    """All of the first ones are, and outcomes that are not learned from are not computed."""
+    """All of the first steps are learned from; outcomes that are not learned from are not computed."""
     controller, learned = controller_of(), list[int]()
     for step in range(NUM_EARLY + 10 * UPDATE_EVERY * SHARE_OF_LATER):
         outcomes = partial(lambda step: learned.append(step) or NOTHING_VERIFIED, step)

@@ -1,4 +1,4 @@
-"""What a step costs: a sum of terms, fitted to timed steps and kept in a file."""
+"""Step cost: a sum of terms, fitted to timed steps and stored in a file."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from blockpilot.types import PairId
 from helpers.prices import linear_price, price
 
 PRICE = price(base_s=10.0, row_s=2.0, launch_s=3.0, slot_s=0.5, token_s=0.25, tile_s=0.125, error=0.03)
-# As those that are measured (evaluation/pricing.py): plain steps, one row that drafts, many of them.
+# Like the measured loads (evaluation/pricing.py): plain steps, one row that drafts, many rows that draft.
 LOADS = [
     Load(rows, drafted, verified)
     for rows in (1, 4, 16)
@@ -23,7 +23,7 @@ LOADS = [
 ]
 
 
-SHARE = 1 / 16  # of the experts of a mixture that a token chooses
+SHARE = 1 / 16  # share of a mixture's experts that a token chooses
 
 
 def seconds_of(coefficients: Array) -> list[float]:
@@ -40,7 +40,7 @@ def seconds_of(coefficients: Array) -> list[float]:
         (Load(6), 22.0),
         (Load(2, 1, 1), 14 + 3 + 0.75),
         (Load(2, 6, 4), 14 + 3 + 3 + 1),
-        (Load(2, 6), 14 + 3 + 3),  # drafted, and nothing of it verified
+        (Load(2, 6), 14 + 3 + 3),  # drafted tokens, none of them verified
         (Load(2, 6, 14), 14 + 3 + 3 + 3.5),  # a tile
         (Load(2, 6, 15), 14 + 3 + 3 + 3.75 + 0.125),
         (Load(40), 90 + 0.25),
@@ -69,7 +69,7 @@ def test_further_tiles_of_an_older_file_are_as_large_as_the_first() -> None:
 
 
 def test_a_mixture_costs_the_experts_that_its_tokens_choose() -> None:
-    """Each of them chooses a quarter of the experts, independently of the others."""
+    """Each token chooses a quarter of the experts, independently of the others."""
     mixture = replace(PRICE, experts_s=16.0, expert_share=0.25)
     assert mixture.seconds(Load(1)) == pytest.approx(12 + 4)
     assert mixture.seconds(Load(2)) == pytest.approx(14 + 7)
@@ -79,7 +79,7 @@ def test_a_mixture_costs_the_experts_that_its_tokens_choose() -> None:
 
 
 def test_chains_are_priced_in_plain_steps() -> None:
-    """Also in any order, and of none."""
+    """Relative costs of block sizes in any order, and of none."""
     assert PRICE.chains_s(1, 4) == PRICE.seconds(Load(4))
     assert PRICE.chains_s(5, 4) == PRICE.seconds(Load(4, 16, 16))
     sequential = replace(PRICE, is_sequential=True)
@@ -115,8 +115,8 @@ def of_squares(found: Array, seconds: list[float]) -> float:
 @settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=len(LOADS), max_size=len(LOADS)), coefficients, st.floats(0.01, 1))
 def test_no_coefficients_fit_better(seconds: list[float], other: Array, share: float) -> None:
-    """None is negative, whatever the seconds are: the least squares of relative errors, beside any others and those
-    on the way. Those of steps that are linear are found exactly.
+    """Least squares of relative errors without negative coefficients, compared with any others and those in between.
+    Linear step costs are recovered exactly.
     """
     found = fit(LOADS, seconds, expert_share=SHARE)
     assert (found >= 0).all()
@@ -169,7 +169,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "name"), REFUSED)
 def test_other_files_are_refused(text: str, name: str, tmp_path: Path) -> None:
-    """With wrong values, without a field, which is named, cut or empty."""
+    """Files with wrong values, without a field (named in the error), truncated or empty."""
     path = tmp_path / "price.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"price\.json: not the step price of a pair .*{name}"):

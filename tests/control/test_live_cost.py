@@ -1,4 +1,4 @@
-"""A price that follows the seconds of an engine's own steps."""
+"""A step cost that is updated from the seconds of an engine's steps."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ MIXTURE = replace(MEASURED, tile_s=0.0, experts_s=0.2, expert_share=SHARE)
 
 
 def mixed_loads(num: int, seed: int = 0) -> Iterator[Load]:
-    """One to 16 rows, some of which draft now and then, and verify more or fewer tokens than they drafted."""
+    """Loads of 1 to 16 rows, some of which sometimes draft, and verify more or fewer tokens than they drafted."""
     draws = np.random.default_rng(seed)
     for _ in range(num):
         rows = int(draws.integers(1, 17))
@@ -36,7 +36,7 @@ def mixed_loads(num: int, seed: int = 0) -> Iterator[Load]:
 
 
 def watched(tracker: LiveCost, true: Array, loads: Sequence[Load], noise: float = 0.05) -> None:
-    """Show it steps with these loads, whose seconds vary by a share."""
+    """Let the tracker observe steps with these loads, whose seconds have relative noise."""
     draws = np.random.default_rng(1)
     for load in loads:
         tracker.observe(load, float(true @ load.terms(tracker.price.expert_share)) * math.exp(draws.normal(0, noise)))
@@ -45,8 +45,8 @@ def watched(tracker: LiveCost, true: Array, loads: Sequence[Load], noise: float 
 @pytest.mark.parametrize("measured", [MEASURED, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("factors", [[1.0] * 7, [1 / 1.5] * 7, [1.5, 0.8, 1 / 1.5, 1.3, 0.7, 1.2, 1.2]], ids=str)
 def test_it_finds_the_coefficients_that_steps_have(factors: list[float], measured: StepPrice) -> None:
-    """From others that are up to 1.5 times as large: what every load costs, and most of each coefficient of a dense
-    target. Of a mixture, rows and experts grow alike.
+    """Costs of all loads, from coefficients that are wrong by up to a factor of 1.5; for a dense target also each
+    coefficient, approximately. In a mixture, rows and experts grow alike.
     """
     tracker, true = LiveCost(measured), measured.coefficients * factors
     watched(tracker, true, list(mixed_loads(1500)))
@@ -57,7 +57,7 @@ def test_it_finds_the_coefficients_that_steps_have(factors: list[float], measure
 
 
 def test_a_level_that_changes_for_all_steps_is_followed_within_some_tens_of_steps() -> None:
-    """Also by what is not seen meanwhile: plain steps say what drafting ones take at another level."""
+    """Costs of other steps follow, too: plain steps tell what drafting ones take at the new level."""
     tracker, plain = LiveCost(MEASURED), [Load(4)] * 40
     watched(tracker, MEASURED.coefficients, list(mixed_loads(300)))
     watched(tracker, 1.6 * MEASURED.coefficients, plain)
@@ -77,7 +77,7 @@ def test_a_stall_is_not_what_steps_take() -> None:
 
 
 def test_no_coefficient_falls_below_a_tenth_of_what_was_measured() -> None:
-    """Whatever the steps say, so that no price is negative and nothing is free for ever."""
+    """Lower bound for any observed seconds, so that no cost is negative and nothing stays free."""
     tracker = LiveCost(MEASURED)
     for load in mixed_loads(500):
         tracker.observe(load, 1e-9)
@@ -87,7 +87,7 @@ def test_no_coefficient_falls_below_a_tenth_of_what_was_measured() -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 8])
 def test_it_is_the_regression_that_sees_all_steps_at_once(num_steps: int) -> None:
-    """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped."""
+    """Same coefficients as a dense Gaussian process with the same covariances; no step is clipped as an outlier."""
     loads, measured = list(mixed_loads(40)), MEASURED.coefficients
     draws, noises, terms = np.random.default_rng(3), list[float](), np.array([load.terms() for load in loads])
     seconds = [MEASURED.seconds(load) * math.exp(draws.normal(0, 0.05)) for load in loads]
@@ -98,7 +98,7 @@ def test_it_is_the_regression_that_sees_all_steps_at_once(num_steps: int) -> Non
             tracker.observe(loads[i], seconds[i])
 
     def covariance(after: int) -> Array:
-        """Covariance of the coefficients after so many steps."""
+        """Covariance of the coefficients after this number of steps."""
         level, slopes = LEVEL**2 + after * LEVEL_STEP**2, SLOPES**2 + after * SLOPE_STEP**2
         return level * np.outer(measured, measured) + slopes * np.diag(measured**2)
 

@@ -97,11 +97,11 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def mixed(logits: Tensor, of_target: Tensor, label: int, distill: float, overlap: float) -> float:
+def mixed(logits: Tensor, target_probs: Tensor, label: int, distill: float, overlap: float) -> float:
     """Loss of one position: cross entropies with the answer's token and the target, and the LK loss."""
     log_probs = logits.log_softmax(0)
-    cross_entropy = -(1 - distill) * log_probs[label] - distill * (of_target * log_probs).sum()
-    common = torch.minimum(of_target, log_probs.exp()).sum()
+    cross_entropy = -(1 - distill) * log_probs[label] - distill * (target_probs * log_probs).sum()
+    common = torch.minimum(target_probs, log_probs.exp()).sum()
     return float((1 - overlap) * cross_entropy - overlap * torch.log(common))
 
 
@@ -135,7 +135,7 @@ def test_the_loss_equals_a_slow_loop(
                 hidden, label = drafted[row, a, offset], number.get(token)
                 logits = loss.head[ids] @ hidden
                 lifted = logits + slow_lift(weights, hidden, before, len(loss.head))[ids]
-                of_target = (loss.head[ids] @ document.hidden[anchor + offset - 1]).softmax(0)
+                target_probs = (loss.head[ids] @ document.hidden[anchor + offset - 1]).softmax(0)
                 selection = 0.0
                 if draft.candidate_selector is None:
                     logits, chosen = lifted, int(lifted.argmax())
@@ -143,12 +143,14 @@ def test_the_loss_equals_a_slow_loop(
                     best = logits.topk(draft.candidate_selector.width).indices
                     chosen = int(best[lifted[best].argmax()])
                     if label in best.tolist():
-                        of_best = of_target[best] / of_target[best].sum()
-                        selection = mixed(lifted[best], of_best, best.tolist().index(label), distill, overlap)
+                        best_probs = target_probs[best] / target_probs[best].sum()
+                        selection = mixed(lifted[best], best_probs, best.tolist().index(label), distill, overlap)
                 labels.append(label)
                 right.append(chosen == label)
                 hard.append(math.inf if label is None else -float(logits.log_softmax(0)[label]))
-                losses.append(0.0 if label is None else mixed(logits, of_target, label, distill, overlap) + selection)
+                losses.append(
+                    0.0 if label is None else mixed(logits, target_probs, label, distill, overlap) + selection
+                )
             smoothed = [0.5 * math.exp(-value) + 0.5 for value in hard]
             for i, label in enumerate(labels):
                 w = math.exp(-i / (0.5 * BLOCK))

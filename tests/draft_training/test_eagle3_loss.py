@@ -78,11 +78,11 @@ def test_the_unrolled_loss_equals_one_chain_at_a_time(
                 label = int(document.tokens[anchor + k])
                 if label not in OWN:
                     continue
-                of_label = torch.nn.functional.one_hot(torch.tensor(label - 20), len(OWN))
-                of_target = (loss.head @ document.hidden[anchor + k - 1])[OWN].softmax(0)
-                goal = distill * of_target + (1 - distill) * of_label
+                one_hot_label = torch.nn.functional.one_hot(torch.tensor(label - 20), len(OWN))
+                target_probs = (loss.head @ document.hidden[anchor + k - 1])[OWN].softmax(0)
+                goal = distill * target_probs + (1 - distill) * one_hot_label
                 cross_entropy = -float(goal @ scores[k - 1].log_softmax(0))
-                common = float(torch.minimum(of_target, scores[k - 1].softmax(0)).sum())
+                common = float(torch.minimum(target_probs, scores[k - 1].softmax(0)).sum())
                 total += 0.8 ** (k - 1) * ((1 - overlap) * cross_entropy - overlap * math.log(common))
                 weight += 0.8 ** (k - 1)
     result = loss(batch)

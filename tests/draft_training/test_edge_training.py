@@ -45,12 +45,14 @@ def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabu
         for a, anchor in enumerate(batch.anchors[row][batch.valid[row]].tolist()):
             for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
                 log_probs = (hidden[row, a, offset] @ head[ids].T).log_softmax(0)
-                of_target = (document.hidden[anchor + offset - 1] @ head[ids].T).log_softmax(0)
+                target_log_probs = (document.hidden[anchor + offset - 1] @ head[ids].T).log_softmax(0)
                 best = log_probs.topk(6)
                 slot = slots.at(torch.tensor([num]))
                 assert slot.tokens[0].tolist() == ids[best.indices].tolist()
                 torch.testing.assert_close(slot.log_probs[0], best.values, atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(slot.of_target[0], of_target[best.indices], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    slot.target_log_probs[0], target_log_probs[best.indices], atol=1e-4, rtol=1e-4
+                )
                 torch.testing.assert_close(slot.hidden[0], hidden[row, a, offset].bfloat16())
                 text = document.tokens[anchor + offset - 1 : anchor + offset + 1].tolist()
                 assert [int(slot.before), int(slot.labels)] == text
@@ -65,13 +67,13 @@ def random_slots(num_blocks: int = 40, width: int = 6, seed: int = 0) -> Drafted
     offsets = torch.tensor([o for b in range(num_blocks) for o in range(1, BLOCK - b % 2)])
     num = len(offsets)
     tokens = torch.stack([torch.randperm(SIZE, generator=generator)[:width] for _ in range(num)])
-    log_probs, of_target = (
+    log_probs, target_log_probs = (
         torch.randn(num, width + 4, generator=generator).log_softmax(1)[:, :width] for _ in range(2)
     )
     before, labels = torch.randint(0, SIZE, (2, num), generator=generator)
     temperatures = offsets.eq(1).cumsum(0) % 3 / 2
     hidden = torch.randn(num, WIDTH, generator=generator).bfloat16()
-    return DraftedSlots(hidden, tokens, log_probs, of_target, before, labels, offsets, temperatures)
+    return DraftedSlots(hidden, tokens, log_probs, target_log_probs, before, labels, offsets, temperatures)
 
 
 def edges_of(kind: str, rank: int = 5, width: int = 6) -> Edges:
@@ -121,7 +123,7 @@ def test_the_losses_equal_a_slow_loop(distill: float, overlap: float) -> None:
     losses, scores = (values.detach() for values in loss(slots))
     for i, loss_of_slot in enumerate(losses.tolist()):
         log_probs = scores[i].log_softmax(0)
-        goal = distill * slots.of_target[i].exp() + (1 - distill) * (slots.tokens[i] == slots.labels[i])
+        goal = distill * slots.target_log_probs[i].exp() + (1 - distill) * (slots.tokens[i] == slots.labels[i])
         if slots.offsets[i] == 1:
             goal = slots.log_probs[i].exp() / slots.log_probs[i].exp().sum()
         mass = float(goal.sum())
@@ -153,10 +155,10 @@ def test_the_noise_is_that_under_which_the_target_chose() -> None:
     slots = slots._replace(labels=slots.tokens[:, 2])
     noise, drawn = noise_of(slots), slots.temperatures > 0
     assert (noise[~drawn] == 0).all()
-    won = slots.tokens.gather(1, (slots.of_target + noise).argmax(1, keepdim=True))[:, 0]
+    won = slots.tokens.gather(1, (slots.target_log_probs + noise).argmax(1, keepdim=True))[:, 0]
     assert won[drawn].equal(slots.labels[drawn])
     # As the greatest of all values of a race it has their mean, Euler's constant.
-    greatest = (slots.of_target + noise)[drawn].amax(dim=1)
+    greatest = (slots.target_log_probs + noise)[drawn].amax(dim=1)
     assert float(greatest.mean()) == pytest.approx(0.577, abs=0.15)
 
 
@@ -173,10 +175,10 @@ def text_slots(num_blocks: int, seed: int = 0) -> DraftedSlots:
     places = torch.randint(0, 8, (len(labels),), generator=torch.Generator().manual_seed(seed))
     tokens[torch.arange(len(labels)), places] = labels
     flat = torch.full_like(slots.log_probs, -math.log(8))
-    of_target = torch.where(tokens == labels[:, None], math.log(0.9), math.log(0.1 / 7))
+    target_log_probs = torch.where(tokens == labels[:, None], math.log(0.9), math.log(0.1 / 7))
     hidden = torch.eye(WIDTH)[slots.offsets].bfloat16() * 3
     texts = {"labels": labels, "tokens": tokens, "temperatures": torch.zeros(len(labels))}
-    return slots._replace(**texts, log_probs=flat, of_target=of_target, hidden=hidden)
+    return slots._replace(**texts, log_probs=flat, target_log_probs=target_log_probs, hidden=hidden)
 
 
 def fit_of(slots: DraftedSlots, **changes: Any) -> EdgeFit:

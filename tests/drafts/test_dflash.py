@@ -29,7 +29,7 @@ SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_atten
 
 
 def random_draft(**changes: Any) -> DraftModel:
-    """Three layers of grouped heads over three target layers, every weight (norms too) random."""
+    """Draft with three layers of grouped heads that reads three target layers; all weights are random, norms too."""
     options: dict[str, Any] = {
         **{"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 3},
         **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
@@ -55,7 +55,7 @@ def inputs(rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 def as_engine(
     draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int], embedding: Tensor
 ) -> Tensor:
-    """Through the cache: context in two uneven pieces, with junk columns after it."""
+    """Hidden states by way of the cache: context in two uneven chunks, with unused columns after it."""
     rows = len(anchors)
     decoder = CachedDFlash(draft)
     cache = decoder.new_cache(rows, CONTEXT + BLOCK + 3)
@@ -72,7 +72,7 @@ def as_engine(
 def as_training(
     draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int], embedding: Tensor
 ) -> Tensor:
-    """All context at once, as training and replay do."""
+    """Hidden states from the whole context, as in training and replay."""
     blocks = Blocks(torch.tensor(anchors)[:, None], block[:, :1], torch.tensor(sizes)[:, None], (BLOCK,))
     return draft.at_anchors(blocks, draft.known(features), embedding.__getitem__)
 
@@ -87,19 +87,19 @@ def as_training(
     ],
 )
 def test_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor]) -> None:
-    """Rows of different sizes side by side, whose context ends before what is cached."""
+    """Batch of rows of different sizes, whose context ends before the cached columns do."""
     check_equals_the_reference(changes, run)
 
 
 @pytest.mark.usefixtures("without_c")
 @pytest.mark.parametrize("changes", [{}, {"dflash_config": CONVOLVED}])
 def test_layers_by_torch_equal_the_reference(changes: dict[str, Any]) -> None:
-    """As on a GPU, and on a CPU without a compiler."""
+    """Layers as on a GPU, or on a CPU without a compiler."""
     check_equals_the_reference(changes, as_engine)
 
 
 def check_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor]) -> None:
-    """fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
+    """Float32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
     draft, (features, tokens, embedding) = random_draft(use_sliding_window=True, **changes), inputs(3)
     anchors, sizes = [CONTEXT, 4, 9], [BLOCK, 2, 3]
     block = torch.cat([tokens[:, None], torch.full((3, BLOCK - 1), MASK_ID)], dim=1)
@@ -178,7 +178,7 @@ def test_weights_are_named_as_published_and_bf16_by_default(tmp_path: Path) -> N
 
 
 def test_codebooks_are_stored_for_the_drafts_own_vocabulary(tmp_path: Path) -> None:
-    """Edges of other tokens are never asked for, or are zero; whole codebooks are read as well."""
+    """Edges of other tokens are not used, or are zero; whole codebooks can be loaded, too."""
     draft = random_draft(dflash_config=DFLASH2)
     selector = draft.candidate_selector
     assert selector is not None
@@ -206,7 +206,7 @@ def test_default_layer_ids_are_those_of_the_published_drafts() -> None:
 
 
 def published_config(**changes: Any) -> Qwen3Config:
-    """Qwen3-4B-DFlash-b16's config.json with changes; what is ... is left out."""
+    """Qwen3-4B-DFlash-b16's config.json with changes; fields set to `...` are removed."""
     written = PUBLISHED["qwen3-4b"][1] | changes
     return Qwen3Config.from_dict({name: value for name, value in written.items() if value is not ...})
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 draft: its network against a slow one, its two checkpoint formats, its vocabulary."""
+"""EAGLE-3 draft: its network against a slow reference, its checkpoint formats, its vocabulary."""
 
 import json
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def logits_of(draft: Eagle3Model, features: Tensor, embedded: Tensor) -> Tensor:
 
 
 def published(directory: Path, family: str) -> Path:
-    """The paper's format, written by hand."""
+    """Checkpoint in the paper's format, written by hand."""
     draft = random_eagle3(TARGETS[family], VOCABULARY)
     names = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
     config: dict[str, Any] = {name: getattr(draft.config, name) for name in names.split()}
@@ -70,8 +70,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_published_checkpoint_computes_what_the_slow_network_does(name: str, tmp_path: Path) -> None:
-    """The paper's format; that of vLLM's speculators; DeepSpec's, a Qwen3 layer with norms of heads, which reads five
-    layers, over the target's whole vocabulary.
+    """Formats: the paper's; that of vLLM's speculators; DeepSpec's, a Qwen3 layer with head norms that reads five
+    target layers, with the target's whole vocabulary.
     """
     draft = load_eagle3(directory := FORMATS[name](tmp_path / "draft"))
     weights = load_file(directory / "model.safetensors")
@@ -131,7 +131,7 @@ def test_layer_numbers_of_both_readers_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"architectures": ["DFlashDraftModel"]}, "architecture .*DFlashDraftModel.*: supported is"),
+        ("llama", {"architectures": ["DFlashDraftModel"]}, "architecture .*DFlashDraftModel.*: supported: "),
         ("llama", {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
         ("llama", {"draft_vocab_size": 61}, "draft_vocab_size 61: must be 1 to 60"),
         ("llama", {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),

@@ -1,4 +1,4 @@
-"""Drafts with edges: a slot is drawn given the choice above it, and the text stays the target's own."""
+"""Drafts with edges: slots are conditioned on the choice above, and the text stays the target's own."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.sampling import candidates
+from blockpilot.engine.sampling import best_choices
 from blockpilot.evaluation.baselines import Margins, WholeDraft
 from blockpilot.native.linking import MOST_RANK
 from blockpilot.pairs.loading import Pair
@@ -21,7 +21,7 @@ WIDTH = 7
 
 
 def controller_of(kind: str, pair: Pair) -> Controller:
-    """Nodes are selected by the draft's own chances at first, by those of a prior, or by margins."""
+    """Controller that selects nodes by the draft's own probabilities at first, by a prior's, or by margins."""
     cost = price(pair=pair.id, launch_s=0.1, token_s=0.001)
     if kind == "margins":
         return WholeDraft(Margins(3), cost)
@@ -40,7 +40,7 @@ def test_however_nodes_are_selected_the_text_stays(pair: Pair, kind: str) -> Non
 
 
 def edges_of(kind: str, size: int) -> Edges:
-    """Random ones of a kind."""
+    """Random edges of a kind."""
     torch.manual_seed(0)
     made: dict[str, Edges] = {
         "vanilla": MarkovHead(size, 5),
@@ -56,14 +56,14 @@ def edges_of(kind: str, size: int) -> Edges:
 def test_of_all_tokens_a_choice_has_the_probability_that_the_edges_give_it(kind: str) -> None:
     edges, samplings = edges_of(kind, 30), [*SAMPLINGS] * 2
     logits, hidden, before = torch.randn(4, 30), torch.randn(4, WIDTH), torch.randint(0, 30, (4, 3))
-    of_slots = candidates(logits, range(4), samplings, 30)
+    of_slots = best_choices(logits, range(4), samplings, 30)
     linked = edges.link(of_slots, hidden, before, samplings, 6)
     for n, sampling in enumerate(samplings):
         for p in range(3):
             lifted = logits[n] + edges(hidden[n : n + 1], before[n, p : p + 1])[0]
-            alone, row = candidates(lifted[None], [n], [sampling], 6), n * 3 + p
+            alone, row = best_choices(lifted[None], [n], [sampling], 6), n * 3 + p
             assert linked.candidates.tokens[row].tolist() == alone.tokens[0].tolist()
-            assert of_slots.tokens[n, linked.places[n, p]].tolist() == alone.tokens[0].tolist()
+            assert of_slots.tokens[n, linked.next_lists[n, p]].tolist() == alone.tokens[0].tolist()
             torch.testing.assert_close(linked.candidates.log_probs[row], alone.log_probs[0], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(linked.candidates.scores[row], alone.scores[0], rtol=1e-4, atol=1e-4)
 
@@ -71,18 +71,18 @@ def test_of_all_tokens_a_choice_has_the_probability_that_the_edges_give_it(kind:
 @pytest.mark.parametrize("kind", ["vanilla", "selector"])
 @pytest.mark.parametrize("num", [3, 9])
 def test_choices_are_linked_in_c_as_by_torch(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside greedy rows, and with tokens that cannot be drawn."""
+    """Same links, also next to greedy rows, and with tokens of probability 0."""
     edges, sampling = edges_of(kind, 30), [SAMPLINGS[i % len(SAMPLINGS)] for i in range(5)]
     logits, hidden, before = torch.randn(5, 30), torch.randn(5, WIDTH), torch.randint(0, 30, (5, 4))
     logits[1, 7:] = -torch.inf
-    of_slots = candidates(logits, range(5), sampling, 9)
+    of_slots = best_choices(logits, range(5), sampling, 9)
     in_c = edges.link(of_slots, hidden, before, sampling, num)
     monkeypatch.setitem(edges.__dict__, "tables", None)
     by_torch = edges.link(of_slots, hidden, before, sampling, num)
-    assert in_c.places.shape == (5, 4, num)
+    assert in_c.next_lists.shape == (5, 4, num)
     may_be_drawn = by_torch.candidates.scores > -torch.inf
     assert may_be_drawn.sum() > 40
-    sides = ((*linked.candidates[:3], linked.places.flatten(0, 1)) for linked in (in_c, by_torch))
+    sides = ((*linked.candidates[:3], linked.next_lists.flatten(0, 1)) for linked in (in_c, by_torch))
     for one, other in zip(*sides, strict=True):
         torch.testing.assert_close(one[may_be_drawn], other[may_be_drawn], rtol=1e-4, atol=1e-4)
     assert in_c.candidates.scores[~may_be_drawn].equal(by_torch.candidates.scores[~may_be_drawn])
@@ -90,9 +90,9 @@ def test_choices_are_linked_in_c_as_by_torch(kind: str, num: int, monkeypatch: p
 
 
 def test_a_selector_has_a_distribution_of_its_choices_alone() -> None:
-    """Those of a Markov head leave what is no choice its own probability."""
+    """Probabilities of a selector sum to 1; with a Markov head, tokens that are not choices keep theirs."""
     logits, hidden, before = torch.randn(4, 30), torch.randn(4, WIDTH), torch.randint(0, 30, (4, 3))
-    best = candidates(logits, range(4), [*SAMPLINGS] * 2, 8)
+    best = best_choices(logits, range(4), [*SAMPLINGS] * 2, 8)
     sums = {
         kind: edges_of(kind, 30).link(best, hidden, before, [*SAMPLINGS] * 2, 8).candidates.log_probs.exp().sum(dim=1)
         for kind in ("vanilla", "selector")

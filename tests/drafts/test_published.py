@@ -1,7 +1,7 @@
-"""Published formats of DFlash and DSpark drafts, from directories of their shapes: drafts equal those of a slow one.
+"""Published formats of DFlash and DSpark drafts: checkpoints draft what a slow reference network drafts.
 
 The configurations are those of `deepseek-ai/dspark_qwen3_4b_block7`, `dflash_qwen3_4b_block7` and of speculators'
-checkpoints, with smaller numbers.
+checkpoints, with smaller sizes.
 """
 
 import math
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.sampling import candidates
+from blockpilot.engine.sampling import best_choices
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
 from helpers.dflash import SlowDFlash, slow_lift
@@ -34,12 +34,12 @@ NETWORK = OF_TARGET | {
     **{"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 16, "tie_word_embeddings": False},
     **{"layer_types": ["full_attention"] * 2, "rope_theta": 1e4},
 }
-VOCABULARY = torch.arange(3, 260, 2)  # of a head of its own
+VOCABULARY = torch.arange(3, 260, 2)  # of a separate LM head
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": 5}
 
 
 def backbone(**parts: int) -> dict[str, Tensor]:
-    """Random weights of the network, by their published names; with parts of DFlash 2, too."""
+    """Random weights of the network, by their published names, optionally with parts of DFlash 2."""
     options = {"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID}
     torch.manual_seed(3)
     weights = DraftModel(Qwen3Config(**NETWORK, dflash_config=options | parts)).state_dict()
@@ -57,7 +57,7 @@ def heads(num_tokens: int = 260) -> dict[str, Tensor]:
 
 
 def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, **changes: Any) -> Path:
-    """DeepSpec's format: DSpark, or its DFlash without heads; embeddings and LM head are its own or a target's."""
+    """DeepSpec's format: DSpark, or DFlash without heads; embeddings and LM head are random or a target's."""
     config = NETWORK | {
         **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False},
         **{"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID},
@@ -79,7 +79,7 @@ def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, *
 
 
 def dflash2(directory: Path, **changes: Any) -> Path:
-    """z-lab's format: one layer of two slides, and sees both ways."""
+    """Format of z-lab: one of two layers has a sliding window, and attention is not causal."""
     config = NETWORK | {
         **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "is_causal": False},
         **{"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "attention_bias": False},
@@ -90,7 +90,7 @@ def dflash2(directory: Path, **changes: Any) -> Path:
 
 
 def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False, **changes: Any) -> Path:
-    """Speculators' format, with an LM head of half the target's tokens."""
+    """Speculators' format, with an LM head for half of the target's tokens."""
     config = {
         **{"architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"], "dtype": "bfloat16"},
         **{"aux_hidden_state_layer_ids": [i + 1 for i in LAYERS], "block_size": SLOTS, "mask_token_id": MASK_ID},
@@ -127,8 +127,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
 
 
 def chains_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool) -> list[list[int]]:
-    """The chains that a slow network drafts after a row's final tokens, by its own LM head or the target's: by its
-    edges, if it has any, and without them.
+    """Chains that a slow network drafts after a row's accepted tokens, with its own LM head or the target's: one with
+    its edges, if it has any, and one without.
     """
     w, tokens, sampling = slow.weights, proposal.tokens, proposal.request.sampling
     states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -148,7 +148,9 @@ def chains_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bo
             lift = slow_lift(edges, of_slot, drafted[-1], len(ids))
             is_selected = "candidate_selector.successor_codebook" in edges
             scores[0, ids] = (of_head if is_selected else of_head + lift).float()
-            best = candidates(scores, [len(tokens) + i], [sampling], DFLASH2["selector_top_k"] if is_selected else 1)
+            best = best_choices(
+                scores, [len(tokens) + i], [sampling], DFLASH2["selector_top_k"] if is_selected else 1
+            )
             lifted = best.scores[0].double()
             if is_selected:
                 lifted += lift[best.tokens[0]] / (sampling.temperature or 1.0)
@@ -161,14 +163,14 @@ def first_choices(proposal: Proposal) -> list[int]:
     chain, after = [], 0
     for slot, tokens in enumerate(proposal.found.tokens):
         chain.append(tokens[after][0])
-        after = proposal.found.places[slot][after][0]
+        after = proposal.found.next_lists[slot][after][0]
     return chain
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_drafts_are_those_of_a_slow_network(name: str, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
-    """And the text is the target's own."""
+    """Same chains, and the target's own text."""
     draft_dir = FORMATS[name](tmp_path / "draft")
     pair = load_pair(target=tiny_pair_dirs[0], draft=draft_dir, dtype="float32")
     assert isinstance(pair.draft, DraftModel)

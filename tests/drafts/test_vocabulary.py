@@ -1,4 +1,4 @@
-"""A draft with a vocabulary of its own: fewer rows of the LM head, the same text."""
+"""A draft with a smaller vocabulary: fewer rows of the LM head, the same text."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.options import VOCABULARY_FILE
 from blockpilot.engine.drafting import draft_candidates
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.sampling import candidates
+from blockpilot.engine.sampling import best_choices
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
@@ -52,10 +52,10 @@ def test_tokens_outside_are_never_proposed_and_the_others_score_as_ever(pair: Pa
 @pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize("second", [Sampling(), Sampling(0.8, seed=2)])
 def test_choices_are_those_of_the_whole_vocabulary(pair: Pair, num: int, second: Sampling) -> None:
-    """At temperature 0 only the draft's own vocabulary is looked at; where a row beside it is drawn, all is."""
+    """Choices within the draft's vocabulary if all rows are greedy, within the whole one if a row is sampled."""
     hidden, sampling = torch.randn(2, 48, generator=torch.Generator().manual_seed(1)), [Sampling(), second]
     best = draft_candidates(pair.prepared_draft.head, hidden, [3, 4], sampling, num)
-    expected = candidates(of_all(pair.prepared_draft.head, hidden), [3, 4], sampling, num)
+    expected = best_choices(of_all(pair.prepared_draft.head, hidden), [3, 4], sampling, num)
     assert best.tokens.equal(expected.tokens)
     for values, expected_values in zip(best[1:], expected[1:], strict=True):
         torch.testing.assert_close(values, expected_values)

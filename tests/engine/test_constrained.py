@@ -1,4 +1,4 @@
-"""Constrained requests: what is forced, where they end, and what fails. Random grammars are in test_fuzz.py."""
+"""Constrained requests: forced tokens, ends and failures. Random grammars are in test_fuzz.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,17 +38,17 @@ def test_forced_tokens_need_no_draft_and_several_are_emitted_at_once(tiny_pair: 
 
 
 def test_constrained_drafts_teach_nothing(tiny_pair: Pair) -> None:
-    """Their nodes are what the grammar leaves: the model has given other chances."""
+    """No outcomes are learned: the grammar filters nodes, for which the model estimated other probabilities."""
     controller = Told(3, [(3, 6)])
     forced = compiler(tiny_pair).compile(Grammar("regex", "[a-d]{4}(xyz|yzx){2}"))
     request = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
     [steps] = run(Engine(tiny_pair, max_length=128, controller=controller), [request])
     assert any(step.tree.tokens for step in steps)
-    assert not any(len(verified.choices) for verified in controller.verified)
+    assert not any(len(verified.choice_index) for verified in controller.verified)
 
 
 def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:
-    """Two rows whose every token is forced draft nothing; a third one drafts."""
+    """Expected gains without forced tokens: two rows with only forced tokens draft nothing, a third one drafts."""
     controller = Told(3, [(3, 7)])
     forced = compiler(tiny_pair).compile(Grammar("regex", "(abcdefgh){40}"))
     requests = [Request(PROMPT, 15), *[Request(PROMPT, 150, constraint=forced)] * 2]
@@ -61,7 +61,7 @@ def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:
 
 
 def test_a_text_ends_where_it_is_complete(tiny_pair: Pair) -> None:
-    """By a stop token where more could follow, and without one where nothing can; at a stop string, too."""
+    """End at a stop token if more text could follow, without one if none can, and at a stop string."""
     cases = [("a{3}", 0, ()), *(("(ab)*", seed, ()) for seed in range(8)), ("a*bc[d-h]{9}", 1, ("bc",))]
     for pattern, seed, stop_strings in cases:
         constraint = compiler(tiny_pair).compile(Grammar("regex", pattern))
@@ -79,7 +79,7 @@ def test_a_text_ends_where_it_is_complete(tiny_pair: Pair) -> None:
 
 
 def test_a_draft_that_looks_past_a_grammars_limits_ends_nothing(tiny_pair: Pair) -> None:
-    """One branch outgrows the limits at once. Drafts look into it; texts and failures are plain decoding's."""
+    """Texts and failures of plain decoding, although drafts enter a branch that exceeds the limits immediately."""
     rules = "\n".join(f'r{i}: /[c-z]/ "{i}"' for i in range(2500))
     source = f'start: ("a" | "b" big)* "!"\nbig: {" | ".join(f"r{i}" for i in range(2500))}\n{rules}'
     constraint = compiler(tiny_pair).compile(Grammar("grammar", source))
@@ -114,8 +114,8 @@ AMBIGUOUS = Grammar("grammar", 'start: e "!"\ne: e e | "a" | "b"')
 def test_an_ambiguous_grammar_ends_its_request_alone(
     tiny_pair: Pair, grammar: Grammar, bounds: LLParserLimits | None, allowance_s: float, reason: str
 ) -> None:
-    """The items of its masks grow with the square of the text, and the seconds of the machine with them; so does one
-    whose lexer needs more states than it may have.
+    """Failure of one request: the items of its masks, and so its seconds, grow with the square of the text, or its
+    lexer needs more states than allowed.
     """
     pair, stops = tiny_pair, tiny_pair.stop_token_ids
     constraint = GrammarCompiler(pair.tokenizer, pair.vocab_size, stops, bounds, allowance_s).compile(grammar)

@@ -1,4 +1,4 @@
-"""TextStream against slow oracles: all bytes decoded at once, cut at the first stop string."""
+"""TextStream against slow oracles: all bytes decoded together, cut at the first stop string."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ BYTE_TOKENS: dict[str, list[int]] = {  # of one byte each
     name: tokenizer.convert_tokens_to_ids(LETTERS if name == "byte-level" else BYTE_PIECES)
     for name, (tokenizer, _) in KINDS.items()
 }
-NO_TOKEN = 5  # ids after the last token, as an embedding with more rows than the tokenizer has tokens can emit
+NO_TOKEN = 5  # ids after the tokenizer's last token, which an embedding with more rows can emit
 SENTENCES = st.text(st.sampled_from("the catsé你🙂👩‍.\n ab\ufffd"), max_size=30)
 WHOLE = [c.encode() for c in "aé你🙂👩\u200d\u0301\ufffd\U0010ffff \0"]
 HALVES = [char[:num] for char in WHOLE for num in range(1, len(char))]
@@ -50,7 +50,7 @@ def ids(tokenizer: Any) -> st.SearchStrategy[int]:
 
 
 def token_lists(name: str) -> st.SearchStrategy[list[int]]:
-    """Random tokens, and among them characters, halves of characters and broken ones, byte by byte."""
+    """Random tokens, mixed with characters, parts of characters and invalid ones, byte by byte."""
     runs = [[BYTE_TOKENS[name][byte] for byte in run] for run in WHOLE + HALVES + BROKEN]
     parts = st.sampled_from(runs) | ids(KINDS[name][0]).map(lambda token: [token])
     return st.lists(parts, max_size=16).map(lambda found: [token for run in found for token in run])
@@ -59,7 +59,7 @@ def token_lists(name: str) -> st.SearchStrategy[list[int]]:
 def stream(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: list[str], cuts: list[int]
 ) -> tuple[list[str], bool]:
-    """The pieces shown when tokens come in blocks of the sizes `cuts` (and then one by one)."""
+    """Pieces of text for tokens in blocks of the sizes `cuts`, then one by one; True if a stop string ended it."""
     out, pieces, at = TextStream(tokenizer, tuple(stops)), [], 0
     sizes = [*cuts, *[1] * len(tokens)]
     for size in sizes:
@@ -91,7 +91,7 @@ def test_text_is_that_of_all_bytes_decoded_at_once_up_to_a_stop_string(
 
 @given(SENTENCES, st.lists(st.text("the cas", min_size=1, max_size=5), max_size=4))
 def test_text_is_shown_as_soon_as_it_is_safe(text: str, stops: list[str]) -> None:
-    """Held back is at most what could still become a stop string, and half a character."""
+    """Held-back text is at most a prefix of a stop string, and part of a character."""
     out, shown, seen = TextStream(BYTE_LEVEL, stops), "", []
     for token in BYTE_LEVEL.encode(text):
         shown += out.push([token])
@@ -104,7 +104,7 @@ def test_text_is_shown_as_soon_as_it_is_safe(text: str, stops: list[str]) -> Non
         assert held == "" or any(s.startswith(held) for s in stops)
 
 
-# Other decoders, whose bytes are what `decode` adds
+# Other decoders: a token's text is what it adds to `decode`
 
 IN_PYTHON = ByT5Tokenizer()
 HIDDEN_BYTES = decoders.Sequence([decoders.Replace("no such piece", ""), decoders.ByteLevel()])
@@ -123,7 +123,7 @@ OTHERS: dict[str, Any] = {
 
 
 def test_half_characters_do_not_pile_up() -> None:
-    """However many wait in a row, each is shown once, soon, and costs as much as the one before."""
+    """Each of many consecutive partial characters is shown once, soon, and at constant cost."""
     tokenizer = OTHERS["no bytes"]
     out, lead = TextStream(tokenizer), tokenizer.convert_tokens_to_ids(LETTERS[0xF0])
     shown = sum(len(out.push([lead])) for _ in range(1000))
@@ -135,7 +135,7 @@ def test_half_characters_do_not_pile_up() -> None:
 @pytest.mark.parametrize("piece", ["©â", "ĤðŁĻ"])
 @given(num=st.integers(1, 80), after=SENTENCES, cuts=CUTS)
 def test_half_characters_shown_early_are_counted_once(piece: str, num: int, after: str, cuts: list[int]) -> None:
-    """Each piece ends a character and begins another, so two pieces make one U+FFFD between them."""
+    """Each piece ends a character and begins another, so there is one U+FFFD between two pieces."""
     tokenizer = OTHERS["no bytes"]
     pieces = [piece] * num + [BYTE_LEVEL.convert_ids_to_tokens(token) for token in BYTE_LEVEL.encode(after)]
     want = byte_level_bytes(BYTE_LEVEL, BYTE_LEVEL.convert_tokens_to_ids(pieces)).decode(errors="replace")
@@ -161,7 +161,7 @@ def tokenizer_of_any_kind(request: pytest.FixtureRequest) -> PreTrainedTokenizer
 def test_text_is_what_the_library_decodes(
     tokenizer_of_any_kind: PreTrainedTokenizerBase, data: st.DataObject, text: str, cuts: list[int]
 ) -> None:
-    """Texts of random tokens, and of an encoded text; the library writes U+FFFD by the same rule."""
+    """Same texts of random tokens and of an encoded text; the library writes U+FFFD by the same rule."""
     tokenizer = tokenizer_of_any_kind
     tokens = [] if tokenizer is IN_PYTHON else data.draw(st.lists(ids(tokenizer), max_size=25))
     if tokenizer.name_or_path or tokenizer is IN_PYTHON:  # one that encodes
@@ -172,7 +172,7 @@ def test_text_is_what_the_library_decodes(
 
 
 def test_added_tokens_are_what_they_match() -> None:
-    """Of a byte-level tokenizer the library takes letters of the alphabet for bytes, in added tokens too."""
+    """Literal text of added tokens, although the library decodes their letters as byte-level bytes."""
     tokenizer = byte_level()
     tokenizer.add_tokens(["é", "Ġx"])
     tokens = tokenizer.encode("aéĠx")

@@ -1,10 +1,10 @@
-"""Caches after drafting are those of plain decoding, and a row drafts after plain steps as if it always had."""
+"""Caches after drafting equal those of plain decoding; drafts after plain steps equal those without such steps."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.drafts.eagle3_prepared import Eagle3Cache
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
@@ -13,14 +13,14 @@ from helpers.controllers import Told
 from helpers.drafts import Pass, scatter, watch
 from helpers.engines import NEVER, PROMPT, plain_text, resize
 
-HOT = Sampling(6.0, seed=4)  # at this temperature a random draft is right now and then
+HOT = Sampling(6.0, seed=4)  # at this temperature a random draft is sometimes right
 REQUESTS = [Request(PROMPT[i:], num, HOT, None, NEVER, lookup=False) for i, num in enumerate((5, 40, 48, 30))]
 Proposals = dict[tuple[int, int], Tensor]
 
 
 def scores_of(of_pass: Pass) -> list[Tensor]:
-    """Scores of every row [its positions, k]; they depend on all of the context."""
-    candidates = of_pass.found.candidates if isinstance(of_pass.found, Linked) else of_pass.found
+    """Scores [positions, k] of every row; they depend on the whole context."""
+    candidates = of_pass.found.candidates if isinstance(of_pass.found, ConditionalCandidates) else of_pass.found
     per_position = len(candidates.scores) // sum(of_pass.depths)
     return list(candidates.scores.split([depth * per_position for depth in of_pass.depths]))
 
@@ -28,7 +28,7 @@ def scores_of(of_pass: Pass) -> list[Tensor]:
 def proposals(
     pair: Pair, turns: list[tuple[int, int]], num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Proposals, int]:
-    """Scores of what was drafted, by the request and the tokens emitted before; and how many tokens were accepted."""
+    """Scores of drafts, by request and number of tokens emitted before; and the number of accepted tokens."""
     engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Told(3, turns))
     passes, proposed, num_accepted = watch(engine, monkeypatch), Proposals(), 0
     emitted = dict.fromkeys([engine.add(request) for request in REQUESTS], 0)
@@ -53,7 +53,7 @@ def proposals(
 def test_after_plain_steps_a_row_proposes_what_it_would_have_proposed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside neighbours, one of which ends early, after one plain step and after many."""
+    """Same scores after one plain step and after many, in a batch with other rows, one of which ends early."""
     always, _ = proposals(pair, [(3, 0)], 1, monkeypatch)
     turns = [(0, 0), (3, 3), (0, 0), (0, 0), (3, 8), (3, 8), *[(0, 0)] * 9, (3, 0)]
     seldom, num_accepted = proposals(pair, turns, 4, monkeypatch)
@@ -65,7 +65,7 @@ def test_after_plain_steps_a_row_proposes_what_it_would_have_proposed(
 
 
 def final_state(engine: Engine, end: int) -> list[Tensor]:
-    """Keys and values of final tokens of both models, and the hidden state that an EAGLE-3 draft scores next."""
+    """Keys and values of accepted tokens in both models, and the hidden state that an EAGLE-3 draft scores next."""
     cache = engine._drafter.cache
     hidden = [cache.hidden[0]] if isinstance(cache, Eagle3Cache) else []
     return [engine._cache.layers[..., 0, :, :end, :], cache.layers[..., 0, :, :end, :], *hidden]
@@ -79,7 +79,7 @@ def test_drafting_leaves_the_caches_of_plain_decoding(
 ) -> None:
     text, states = plain_text(pair, PROMPT, 30, HOT), []
     for block_size in (1, 14):
-        # A cached prefix has no context: it is computed.
+        # A cached prefix without the draft's context is computed.
         engine = Engine(pair, num_slots=1, max_length=64, prefix_tokens=64)
         if not pair.draft.is_sequential:
             scatter(engine, [(*PROMPT, *text)], 1, monkeypatch)

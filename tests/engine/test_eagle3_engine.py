@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts in the engine: proposals are those of a slow network from scratch, and nothing is computed twice."""
+"""EAGLE-3 drafts in the engine: proposals equal those of a slow reference network; nothing is computed twice."""
 
 import math
 from dataclasses import replace
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.drafts.choices import own_chances
+from blockpilot.drafts.choices import draft_probs
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_prepared import PreparedEagle3
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.sampling import candidates
+from blockpilot.engine.sampling import best_choices
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
@@ -21,7 +21,7 @@ from helpers.eagle3 import SlowEagle3, eagle3_pair
 from helpers.engines import NEVER, PROMPT, resize
 from helpers.tiny import tiny_mixture, tiny_qwen3, tiny_target
 
-# Where the target is nearly indifferent the shared noise decides, and a random draft is often right.
+# At high temperatures the shared noise decides, and a random draft is often right.
 SAMPLINGS = Sampling(), Sampling(1.0, seed=3), Sampling(6.0, seed=5)
 TARGETS = {
     "llama": tiny_target,
@@ -34,24 +34,26 @@ TARGETS = {
 
 
 def check(pair: Pair, slow: SlowEagle3, proposal: Proposal) -> int:
-    """Compare all that follows from the anchor; returns the number of contexts."""
+    """Compare all choices after the anchor with the reference; returns the number of contexts."""
     found, sampling = proposal.found, proposal.request.sampling
     assert isinstance(pair.draft, Eagle3Model)
     vocabulary, num_contexts = pair.draft.vocabulary, 0
-    contexts: list[tuple[tuple[int, ...], int, float]] = [((), 0, 1.0)]  # drafted tokens, place, chance
-    for depth, (tokens, places, chances) in enumerate(zip(found.tokens, found.places, found.chances[0], strict=True)):
+    contexts: list[tuple[tuple[int, ...], int, float]] = [((), 0, 1.0)]  # drafted tokens, list, probability
+    for depth, (tokens, next_lists, chances) in enumerate(
+        zip(found.tokens, found.next_lists, found.chances[0], strict=True)
+    ):
         following, offered = [], []
         for drafted, place, chance in contexts:
             scores = torch.full((1, pair.vocab_size), -math.inf)
             scores[0, vocabulary] = slow.along(pair.target, (*proposal.tokens, *drafted), len(proposal.tokens))
             position = len(proposal.tokens) + depth
-            expected = candidates(scores, [position], [sampling], len(tokens[place]))
+            expected = best_choices(scores, [position], [sampling], len(tokens[place]))
             assert list(tokens[place]) == expected.tokens[0].tolist()
             torch.testing.assert_close(
-                torch.tensor(chances[place]), own_chances(expected)[0, 0], rtol=1e-2, atol=1e-3
+                torch.tensor(chances[place]), draft_probs(expected)[0, 0], rtol=1e-2, atol=1e-3
             )
             num_contexts += 1
-            of_context = zip(tokens[place], places[place], chances[place], strict=True)
+            of_context = zip(tokens[place], next_lists[place], chances[place], strict=True)
             for rank, (token, after, own) in enumerate(of_context):
                 is_first = place == 0 and rank == 0
                 offered.append((chance * own, after >= 0 and not is_first))
@@ -67,7 +69,7 @@ def check(pair: Pair, slow: SlowEagle3, proposal: Proposal) -> int:
 
 
 def variant(tiny_pair: Pair, family: str, **options: Any) -> tuple[Pair, Eagle3Model]:
-    """Another kind of checkpoint by family: normed residuals and heads with qwen3, own embeddings with experts."""
+    """A kind of checkpoint per family: normed residuals and heads with qwen3, separate embeddings with experts."""
     options["head_norms"] = family == "qwen3"
     pair = eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2), **options)
     draft = pair.draft
@@ -81,9 +83,9 @@ def variant(tiny_pair: Pair, family: str, **options: Any) -> tuple[Pair, Eagle3M
 @pytest.mark.parametrize("family", TARGETS)
 @torch.inference_mode()
 def test_proposals_are_those_of_a_slow_network(family: str, in_c: bool, tiny_pair: Pair) -> None:
-    """Chains, and the eight most probable prefixes of every depth of trees, the chain of first choices among them.
+    """Chains, and the eight most probable prefixes of every depth of trees, including the chain of first choices.
 
-    In a batch whose rows move, decode plainly for a while, and have their prompts cut.
+    The batch has rows that move, decode plainly for a while, and have chunked prefill.
     """
     torch.manual_seed(2)
     pair, draft = variant(tiny_pair, family, block_size=5)
@@ -112,8 +114,8 @@ def test_proposals_are_those_of_a_slow_network(family: str, in_c: bool, tiny_pai
 
 
 def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's passes: one over what became final since the row's last draft, one for each drafted position but the
-    first, and one over prompts.
+    """Passes of a step: one over the tokens accepted since the row's last draft, one for each drafted position but
+    the first, and one over prompts.
     """
     counts, entries = list[int](), PreparedEagle3._entries
 
@@ -132,7 +134,7 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
         counts.clear()
         return counts, {step.request_id: step.num_accepted + 1 for step in engine.step()}
 
-    assert advance() == ([12], {chain: 1})  # two tokens of the second prompt beside the first
+    assert advance() == ([12], {chain: 1})  # the first prompt, and two tokens of the second
     of_step, emitted = advance()
     assert of_step == [1, 1, 9]
     resize(engine, tree, 1)
@@ -147,7 +149,7 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
 
 @torch.inference_mode()
 def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: Pair) -> None:
-    """The replay's; the policy sees that after the prompt, embedding of the first token and all."""
+    """Same vectors in the replay; the policy gets the one after the prompt, with the first token's embedding."""
     engine = Engine(eagle_pair, num_slots=1, max_length=64)
     engine.add(Request(PROMPT, 20, SAMPLINGS[2], 4, NEVER))
     tokens, shown = list(PROMPT), list[tuple[int, torch.Tensor]]()
@@ -158,7 +160,7 @@ def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: 
             assert step.prefill.context is not None
             shown.append((len(tokens), step.prefill.context))
         if step.finish_reason is None:
-            engine._drafter.keep_up(engine._rows, [0])
+            engine._drafter.update_cache(engine._rows, [0])
             shown.append((len(tokens), engine._drafter.cache.hidden[0].clone()))  # type: ignore[attr-defined]
     known = know(eagle_pair, [Text(tuple(tokens), len(PROMPT), len(tokens), Sampling())])
     for length, context in shown:

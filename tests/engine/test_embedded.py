@@ -1,4 +1,4 @@
-"""The real pair: its draft is often right, and its text is one token at a time's, in float32 and bfloat16."""
+"""The embedded pair: accepted drafts, and texts of one-token-at-a-time decoding, in float32 and bfloat16."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def encode(pair: Pair, question: str) -> tuple[int, ...]:
 
 
 def test_float32_texts_are_the_stock_models(embedded_pair: Pair) -> None:
-    """By chains and trees at temperatures 0 and 1 in one batch; more of a tree is accepted than of a chain."""
+    """Chains and trees at temperatures 0 and 1 in one batch; more tokens of a tree are accepted than of a chain."""
     prompt, samplings = encode(embedded_pair, "Why is the sky blue?"), (Sampling(0.0, seed=7), Sampling(1.0, seed=7))
     requests = [
         Request(prompt, 40, sampling, size, NEVER, layout=layout) for sampling in samplings for size, layout in BLOCKS
@@ -41,8 +41,8 @@ def test_greedy_text_is_that_of_transformers_generate(embedded_pair: Pair) -> No
 
 
 def test_a_bfloat16_text_is_the_same_however_it_is_decoded(bfloat16_pair: Pair) -> None:
-    """Bit for bit as alone, one token at a time, at temperatures 0 and 1: in a batch, by chains, and by trees of
-    several sizes.
+    """Exactly the text of a request alone, one token at a time, at temperatures 0 and 1: in a batch, with chains, and
+    with trees.
     """
     prompts = [tuple(bfloat16_pair.tokenizer(text).input_ids) for text in ("Name three fruits.", LONG, "def f(n):")]
     plain = [Request(ids, 24, Sampling(hot, seed=i), 1) for hot in (0.0, 1.0) for i, ids in enumerate(prompts)]

@@ -19,16 +19,16 @@ LONG = tuple(range(10, 70))
 
 
 def scripted_pair(pair: Pair, text: Sequence[int], wrong: Collection[int]) -> Pair:
-    """The pair with a draft that knows a text and errs at the positions in `wrong`."""
+    """The pair with a draft that proposes this text, with errors at the positions in `wrong`."""
     pad = pair.target.config.pad_token_id
-    assert not {pad - 1, pad} & {*text}  # the target's embedding of it is zero: no draft could mean it
+    assert not {pad - 1, pad} & {*text}  # the target's embedding of `pad` is zero: no draft can propose it
     scripted, draft = knowing(pair, lambda position: (position in wrong,) * 2)
     draft.remember(text)
     return scripted
 
 
 def slow_sizes(text: Sequence[int], start: int, block_size: int, wrong: frozenset[int]) -> list[int]:
-    """num_emitted of each step by a slow walk: `start` is the first anchor's position, `text` ends the answer."""
+    """Emitted tokens of each step by a slow walk; start: the first anchor's position; text: to the answer's end."""
     emitted, anchor = [], start
     while anchor < len(text) - 1:
         count = 1
@@ -58,7 +58,7 @@ def test_a_step_emits_what_is_right_of_its_block_and_one_token_more(
 
 
 def test_without_a_policy_every_step_is_chosen(tiny_pair: Pair) -> None:
-    """A draft that is right drafts as deep as it was trained for; less and less is drafted of one that errs."""
+    """Depth of an accurate draft is the one it was trained for; the depth of an inaccurate draft falls."""
     prompt, num = PROMPT[1:], 300
     plain = generate(tiny_pair, prompt, block_size=1, max_new_tokens=num, stop_token_ids=NEVER)
     text = text_of(list(plain))
@@ -76,14 +76,14 @@ def test_short_prompts_share_a_step(tiny_pair: Pair) -> None:
     engine = Engine(tiny_pair, num_slots=8, max_length=128, max_prefill_tokens=20)
     ids = [engine.add(Request(LONG[:8], 40, block_size=1, stop_token_ids=NEVER)) for _ in range(5)]
     begun = [[step.request_id for step in engine.step() if step.prefill] for _ in range(2)]
-    assert begun == [ids[:2], ids[2:]]  # of the third, the first step took half
+    assert begun == [ids[:2], ids[2:]]  # the first step also took half of the third prompt
 
 
 def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("the draft ran")
 
-    for name in ("propose", "keep_up"):
+    for name in ("propose", "update_cache"):
         monkeypatch.setattr(tiny_pair.prepared_draft, name, fail)
     steps = list(generate(tiny_pair, PROMPT, block_size=1, max_new_tokens=8, stop_token_ids=NEVER))
     assert len(text_of(steps)) == 8
@@ -96,8 +96,8 @@ def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytes
 
 @pytest.mark.parametrize("max_prefill_tokens", [4, 1000])
 def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_prefill_tokens: int) -> None:
-    """The target's logits and the draft's context after the prompt, whatever its parts; never of a request with a
-    block size of its own.
+    """Inputs: the target's logits and the draft's context after the prompt, however it is chunked. Requests with a
+    fixed block size do not call the policy.
     """
     seen: list[Prefill] = []
     sampling = Sampling(0.7, seed=3)
@@ -118,7 +118,7 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     known = know(tiny_pair, [Text((*LONG, *text_of(steps[0])), len(LONG), len(LONG) + 12, Sampling())])
     torch.testing.assert_close(prefill.context, known.prefill_context[0], rtol=1e-4, atol=1e-4)
     contexts = [of_request[0].prefill.context is None for of_request in steps if of_request[0].prefill]
-    assert contexts == [False, True, False]  # one that never drafts has none
+    assert contexts == [False, True, False]  # a request that never drafts has none
 
 
 @pytest.mark.parametrize("pair", ["tiny_pair", "eagle_pair"], indirect=True)
@@ -126,7 +126,7 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
 def test_what_goes_wrong_with_a_request_ends_it_alone(
     pair: Pair, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A policy that raises at its prompt, or scores of its third step that are not finite."""
+    """Failure of one request: its policy raises, or the scores of its third step are not finite."""
 
     def policy(prefill: Prefill) -> int:
         if reason == "policy":

@@ -1,7 +1,7 @@
-"""Whatever is asked of an engine, in whatever order, its texts are those of one-token-at-a-time decoding.
+"""Texts of any requests in any order equal those of one-token-at-a-time decoding.
 
-Of every kind of draft, with and without a prefix cache, by prompts in parts; a step is one pass of the target, and
-one of a block draft where it drafts.
+Tested with every kind of draft, with and without a prefix cache, and with chunked prefill. A step is one pass of the
+target, and one of a block draft if it drafts.
 """
 
 from collections import Counter
@@ -25,18 +25,18 @@ from helpers.policies import step_policy
 from helpers.prices import price
 from helpers.worlds import MAX_LENGTH, MAX_NEW_TOKENS, Chat, World
 
-PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)  # the deeper a step and the more rows, the dearer
+PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)  # deeper drafts and more rows cost more
 MAX_BLOCK_SIZE = 12
 SAMPLINGS = (
     Sampling(),
     Sampling(6.0, seed=6),  # with shared noise a random draft is often right here
     Sampling(1.0, seed=2, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.4, logit_bias={65: 1.5}),
-    Sampling(1.0, top_k=2, seed=3, logit_bias={65: 40.0, 66: 41.0}),  # two tokens, so that much was there before
+    Sampling(1.0, top_k=2, seed=3, logit_bias={65: 40.0, 66: 41.0}),  # two tokens, so that texts repeat themselves
 )
 
 
 class WithPrior(Watched):
-    """By the cost of a step, with a random prior."""
+    """Controller with a step cost and a random prior."""
 
     def __init__(self, pair: Pair) -> None:
         super().__init__(pair.block_size - 1, PRICE)
@@ -55,7 +55,7 @@ CONTROLLERS: dict[str, Callable[[Pair], Watched]] = {
 
 @dataclass
 class Running:
-    """A request in the engine, and what its steps must be."""
+    """A request in the engine, and its expected results."""
 
     request: Request
     tokens: tuple[int, ...]
@@ -66,11 +66,11 @@ class Running:
 
     @property
     def may_be_tree(self) -> bool:
-        """That of a row that adapts is one unless chains are asked for, that of a fixed size if trees are."""
+        """True for layout `tree`, and for layout `auto` without a fixed block size."""
         return self.request.layout == "tree" or (self.request.layout == "auto" and self.request.block_size is None)
 
     def take(self, step: Step) -> None:
-        """Check a step of it."""
+        """Check one of its steps."""
         request, num, begins = self.request, len(step.tokens), not self.emitted
         assert num > 0
         assert (step.block_size == 0) == (step.prefill is not None) == begins
@@ -96,7 +96,7 @@ class Running:
 
 
 class Trial:
-    """An engine that is asked for one thing after the other, and checked after each."""
+    """An engine that runs a series of operations, with checks after each."""
 
     def __init__(
         self, world: World, pair: Pair, passes: Callable[[], Passes], seen: Counter[str], **sizes: Any
@@ -136,7 +136,7 @@ class Trial:
         self.check()
 
     def note(self, step: Step) -> None:
-        """Count what a step was about."""
+        """Count the events of a step."""
         self.seen["accepted"] += step.num_accepted
         self.seen["looked up"] += sum(source & LOOKED_UP > 0 for source in step.accepted_sources)
         self.seen["moved"] += step.path != list(range(1, 1 + step.num_accepted))
@@ -161,16 +161,16 @@ class Trial:
         assert not any(self._passes())
 
 
-# --- what may be asked ---
+# --- operations ---
 
 
 @dataclass(frozen=True)
 class Add:
     chat: Chat
     options: dict[str, Any]
-    """Of a request."""
+    """Fields of the request."""
     stop: tuple[str, int] | None
-    """The token, or a string of the text, from this place of the text on."""
+    """Kind of stop, `token` or `string`, and its index in the expected text."""
 
     def do(self, trial: Trial) -> None:
         sampling, options = self.options["sampling"], dict(self.options)
@@ -190,7 +190,7 @@ class Add:
 
 
 def readable(text: str) -> str:
-    """The first one or two characters in sequence that are ASCII; a letter if there are none."""
+    """The first one or two consecutive ASCII characters; a letter if there are none."""
     for i, char in enumerate(text):
         if char.isascii():
             return text[i : i + 2] if text[i : i + 2].isascii() else char
@@ -202,7 +202,7 @@ class Cancel:
     which: int
 
     def do(self, trial: Trial) -> None:
-        request_id = self.which % (trial.num_added + 1)  # some have ended, one never was
+        request_id = self.which % (trial.num_added + 1)  # some have ended, one does not exist
         trial.engine.cancel(request_id)
         trial.running.pop(request_id, None)
 
@@ -253,13 +253,13 @@ SIZES = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def world(tiny_pair: Pair) -> World:
-    """That of all pairs with the tiny target."""
+    """World of all pairs with the tiny target."""
     return World(tiny_pair)
 
 
 @pytest.fixture(scope="module")
 def sliding_world(gemma_pair: Pair) -> World:
-    """That of a target with sliding-window layers, shorter than any prompt."""
+    """World of a target with sliding windows that are shorter than any prompt."""
     return World(gemma_pair)
 
 
@@ -271,7 +271,7 @@ def sliding_world(gemma_pair: Pair) -> World:
     ],
 )
 def test_texts_are_plain_whatever_is_asked_in_whatever_order(request: pytest.FixtureRequest, name: str) -> None:
-    """Requests come, end, stop and are cancelled; chats go on; controllers and block sizes change under them."""
+    """Requests arrive, end, stop and are cancelled; chats continue; controllers and block sizes change meanwhile."""
     has_states = name.startswith("hybrid")
     has_own_target = has_states or name in ("gpt_oss_pair", "gemma4_pair")
     is_knowing = has_own_target or name.endswith("knowing")

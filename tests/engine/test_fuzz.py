@@ -1,4 +1,4 @@
-"""Random requests of all fields: in a crowd each has the text, the end and the log probabilities that it has alone,
+"""Random requests with all fields: text, end and log probabilities of each in a batch are those of the request alone,
 one token at a time, which are the stock model's under the same penalties, masks and limits.
 
 The suite runs a few; `pytest -m soak tests/engine/test_fuzz.py` runs thousands.
@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from blockpilot.constraints.automaton import GrammarCompiler
-from blockpilot.constraints.grammar import Grammar, of_choices, of_schema
+from blockpilot.constraints.grammar import Grammar, choice_grammar, schema_grammar
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine
 from blockpilot.native.library import has_functions
@@ -30,9 +30,9 @@ MAX_LENGTH, ORIGINAL_LENGTH = 80, 32
 GRAMMARS = (
     Grammar("regex", r"[a-c]{2,9}(x|yz)*"),
     Grammar("regex", r"[ab]+(cd|ef)[0-9]{2}"),
-    of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
-    of_schema({"type": "array", "items": {"type": "string", "maxLength": 4}}),
-    of_choices(["abacus", "abbey", "zebra"]),
+    schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    schema_grammar({"type": "array", "items": {"type": "string", "maxLength": 4}}),
+    choice_grammar(["abacus", "abbey", "zebra"]),
     Grammar("lark", 'start: e "!"\ne: e e | "a" | "b"'),
     Grammar("grammar", 'start: "(" start ")" | /[x-z]{1,3}/'),
 )
@@ -65,7 +65,7 @@ PAIRS: dict[str, Callable[[pytest.FixtureRequest], Pair]] = {
 
 
 def shown(steps: Sequence[Step]) -> tuple[object, ...]:
-    """All that a client sees of a request."""
+    """All results of a request that a client gets."""
     of_answer = [of_token for step in steps for of_token in step.logprobs]
     return text_of(steps), steps[-1].finish_reason, of_answer, steps[0].prompt_logprobs
 
@@ -73,7 +73,7 @@ def shown(steps: Sequence[Step]) -> tuple[object, ...]:
 def random_requests(
     pair: Pair, constraints: Sequence[Constraint], rng: np.random.Generator, num_prompt_tokens: int
 ) -> list[Request]:
-    """Sixteen with prompts of this length; some have texts of two tokens, which look up what was there before."""
+    """Sixteen requests with prompts of this length; some texts consist of two tokens and use prompt lookup."""
     requests = list[Request]()
     for _ in range(16):
         request = any_request(rng, num_prompt_tokens)
@@ -91,7 +91,7 @@ def random_requests(
 
 
 def check_random_requests(pair: Pair, num: int, seed: int, least_prompt: int = 3) -> Counter[int]:
-    """Of so many random requests; counts the sources of accepted tokens."""
+    """Check `num` random requests; returns counts of the sources of accepted tokens."""
     rng, sources = np.random.default_rng(seed), Counter[int]()
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
     constraints = [compiler.compile(grammar) for grammar in GRAMMARS]
@@ -118,7 +118,7 @@ def test_random_requests_are_in_a_crowd_what_they_are_alone(
     request: pytest.FixtureRequest, name: str, num: int
 ) -> None:
     pair = PAIRS[name](request)
-    # By transformers, shorter texts have other factors.
+    # transformers uses other factors for shorter texts.
     least_prompt = ORIGINAL_LENGTH + 1 if name == "longrope" else 3
     sources = check_random_requests(pair, num, seed=num, least_prompt=least_prompt)
     assert sources[DRAFTED] + sources[DRAFTED | LOOKED_UP] > 10 or not pair.has_draft

@@ -1,4 +1,4 @@
-"""Trees of all rows grown in C are those that grow in Python, and what was verified of them is what texts say."""
+"""Trees of all rows grown in C equal those grown in Python; outcomes of verified nodes equal those of the texts."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import OF_MATCH, OF_PATH, Paths, logistic
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Verified
+from blockpilot.control.controller import VerifiedNodes
 from blockpilot.engine import growing
-from blockpilot.engine.growing import Array, Offered, grow_all, offer_paths, verified
+from blockpilot.engine.growing import Array, StepCandidates, grow_all, merge_paths, verified
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Node, best_first, choices_of, paths_of, walk
 from blockpilot.native.growing import PATH_INPUTS, Lists
@@ -23,8 +23,8 @@ from helpers.trees import grown_of, nodes_of, tree_of
 NUM_TOKENS = 40
 
 
-def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Sequence[int] = ()) -> Offered:
-    """Up to 5 choices of every slot after up to 3 others, with chances of which many are equal and some are 0."""
+def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Sequence[int] = ()) -> StepCandidates:
+    """Up to 5 choices of every slot after up to 3 others; many of their probabilities are equal, some are 0."""
     num, lists, k, laters = sum(depths), *(int(draws.integers(1, most)) for most in (4, 6, 4))
     chances = -np.sort(-draws.integers(0, 9, (laters, num, lists, k)) / 8, axis=-1)
     places = draws.integers(-1, lists, (num, lists, k))
@@ -32,48 +32,48 @@ def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Seque
     tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k].copy()
     ends, drafted = np.cumsum(np.array(depths, dtype=int)), np.array(depths, dtype=int)
     lists = Lists(ends - depths, drafted, tokens, chances, places)
-    return Offered(slots or range(len(depths)), drafted, lists, unknown=-1)
+    return StepCandidates(slots or range(len(depths)), drafted, lists, unknown=-1)
 
 
-def slow(offered: Offered, r: int, widest: int, most: int) -> list[Node]:
-    """Nodes of a row, by the `widest` best choices of each list; choices are places among those of all rows."""
-    slots = offered.of_row(r)
+def slow(offered: StepCandidates, r: int, widest: int, most: int) -> list[Node]:
+    """Nodes of a row, from the `widest` best choices of each list; choices are indices among those of all rows."""
+    slots = offered.row_slots(r)
     tokens = [[choices[:widest] for choices in lists] for lists in slots.tokens]
-    places = offered.lists.places
+    places = offered.lists.next_lists
     start = int(offered.lists.firsts[r]) * places[0].size if len(places) else 0
     nodes = [
         node for node, _ in zip(best_first(choices_of(slots._replace(tokens=tokens))), range(most), strict=False)
     ]
-    return [node._replace(choice=start + node.choice) for node in nodes]
+    return [node._replace(choice_index=start + node.choice_index) for node in nodes]
 
 
 DEPTHS = st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-class Asked(NamedTuple):
-    """What a row is: its layout, and its block size where it does not adapt."""
+class AskedRow(NamedTuple):
+    """Layout of a row, and its block size if it does not adapt."""
 
     layout: Layout
     block_size: int | None
 
 
-def row_of(asked: Asked) -> Row:
+def row_of(asked: AskedRow) -> Row:
     request = Request((1,), 100, block_size=asked.block_size, layout=asked.layout)
     adapts = asked.block_size is None
     return Row(0, request, 101, [1], None, block_size=asked.block_size or 0, adapts=adapts)
 
 
-ASKED = st.builds(Asked, st.sampled_from(["auto", "chain", "tree"]), st.none() | st.integers(2, 12))
+ASKED = st.builds(AskedRow, st.sampled_from(["auto", "chain", "tree"]), st.none() | st.integers(2, 12))
 
 
 @pytest.mark.parametrize("by", ["C", "Python"])
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(ASKED, st.integers(0, 4)), min_size=1, max_size=5), SEEDS)
 def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
-    by: str, asked: list[tuple[Asked, int]], seed: int
+    by: str, asked: list[tuple[AskedRow, int]], seed: int
 ) -> None:
-    """Trees and chains of rows that adapt and others; some draft nothing."""
+    """Trees and chains, of rows that adapt and of fixed size; some draft nothing."""
     draws = np.random.default_rng(seed)
     rows = [row_of(of_row) for of_row, _ in asked]
     drafting_slots = [slot for slot, (_, depth) in enumerate(asked) if depth]
@@ -97,7 +97,7 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
         row = rows[slot]
         assert offered is not None
         limit = most if row.adapts else row.next_block_size - 1
-        nodes = slow(offered, place, offered.lists.places.shape[2] if row.is_tree else 1, limit)
+        nodes = slow(offered, place, offered.lists.next_lists.shape[2] if row.is_tree else 1, limit)
         if row.adapts:
             may_be_taken.append([node.chance for node in nodes])
             nodes = nodes[: sizes[len(may_be_taken) - 1]]
@@ -109,16 +109,16 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
     assert list(found.trees) == [tree_of(nodes) for nodes in nodes_of(found).values()]
 
 
-def with_token(offered: Offered | None, node: Node) -> Node:
+def with_token(offered: StepCandidates | None, node: Node) -> Node:
     assert offered is not None
-    return node._replace(token=int(offered.lists.tokens.reshape(-1)[node.choice]), source=DRAFTED)
+    return node._replace(token=int(offered.lists.tokens.reshape(-1)[node.choice_index]), source=DRAFTED)
 
 
-# --- paths of earlier text beside the draft's choices ---
+# --- paths of earlier text together with the draft's choices ---
 
 
 class Merged(NamedTuple):
-    """A node: its flat places in the draft's choices and the paths' tokens, -1 for none, and later choices above."""
+    """A node; choice, step: flat indices among the draft's choices and the paths' tokens, -1 for none."""
 
     chance: float
     choice: int
@@ -126,11 +126,13 @@ class Merged(NamedTuple):
     num_later: int
 
 
-def slow_merged(offered: Offered, r: int, place: int, paths: Paths, slot: int, weights: Array) -> dict[Any, Merged]:
-    """Every node that has a chance, by its tokens from the anchor on: r and `place` of the row in the offers."""
-    of_draft, lists, found = offered.of_row(r), offered.lists, dict[Any, Merged]()
+def slow_merged(
+    offered: StepCandidates, r: int, place: int, paths: Paths, slot: int, weights: Array
+) -> dict[Any, Merged]:
+    """Every node with a positive probability, by its path; r, place: the row in `offered` and after the merge."""
+    of_draft, lists, found = offered.row_slots(r), offered.lists, dict[Any, Merged]()
     path = paths.tokens[slot, : paths.sizes[slot]].tolist()
-    start, (contexts, width) = int(lists.firsts[r]), lists.places.shape[1:]
+    start, (contexts, width) = int(lists.firsts[r]), lists.next_lists.shape[1:]
 
     def chance_of(depth: int, own: float | None, rank: int, *, speaks: bool) -> float:
         p = min(max(own or 0.0, 1e-4), 1 - 1e-4)
@@ -159,7 +161,7 @@ def slow_merged(offered: Offered, r: int, place: int, paths: Paths, slot: int, w
                 step = place * paths.tokens.shape[1] + depth if k == rank else -1
                 flat = ((start + depth) * contexts + after) * width + k
                 found[*prefix, each] = Merged(chance, flat, step, num_later)
-                visit((*prefix, each), of_draft.places[depth][after][k], num_later + (k > 0), chance)
+                visit((*prefix, each), of_draft.next_lists[depth][after][k], num_later + (k > 0), chance)
         if token is not None and rank < 0 and of_path > 0:
             step = place * paths.tokens.shape[1] + depth
             found[*prefix, token] = Merged(above * of_path, -1, step, num_later)
@@ -171,8 +173,8 @@ def slow_merged(offered: Offered, r: int, place: int, paths: Paths, slot: int, w
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=3), SEEDS)
 def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, int]], seed: int) -> None:
-    """Its chance is that of the path's token, and the others share what is left; of rows that draft and have paths or
-    not. The path goes on where the draft's block ends.
+    """Its probability is the path token's, and the others share the rest, for rows with and without drafts or paths.
+    The path continues after the end of the draft's block.
     """
     assert len(OF_PATH) == PATH_INPUTS
     assume(any(size for _, size in sizes))
@@ -180,20 +182,20 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
     drafting = [slot for slot, (depth, _) in enumerate(sizes) if depth]
     offered = random_offer(draws, [sizes[slot][0] for slot in drafting], drafting) if drafting else None
     if offered is not None:
-        few = offered.lists.tokens % 6  # so that paths meet them
+        few = offered.lists.tokens % 6  # so that paths contain them
         few = np.where(few == np.roll(few, 1, axis=-1), few + 10 * (1 + np.arange(few.shape[-1])), few)
-        few = few + 100 * np.arange(few.shape[-1]) * (np.arange(few.shape[-1]) > 1)  # every token once in a list
-        apart = bool(draws.random() < 0.5) and offered.lists.places.shape[1] == 1
-        places = np.zeros_like(offered.lists.places) if apart else offered.lists.places
+        few = few + 100 * np.arange(few.shape[-1]) * (np.arange(few.shape[-1]) > 1)  # unique tokens in a list
+        apart = bool(draws.random() < 0.5) and offered.lists.next_lists.shape[1] == 1
+        places = np.zeros_like(offered.lists.next_lists) if apart else offered.lists.next_lists
         offered = offered._replace(
-            lists=offered.lists._replace(tokens=few, places=places), unknown=0 if apart else -1
+            lists=offered.lists._replace(tokens=few, next_lists=places), unknown=0 if apart else -1
         )
     tokens = draws.integers(0, 6, (len(sizes), 4)).astype(np.int32)
     known = np.abs(draws.normal(2, 1, (len(sizes), len(OF_MATCH)))) + 1
     paths = Paths(tokens, np.array([size for _, size in sizes]), known, draws.integers(0, 2, len(sizes)), known)
     weights = draws.normal(0, 1, (2, PATH_INPUTS))
-    merged = offer_paths(offered, paths, weights)
-    rows, room = [row_of(Asked("tree", None))] * len(sizes), 400
+    merged = merge_paths(offered, paths, weights)
+    rows, room = [row_of(AskedRow("tree", None))] * len(sizes), 400
     every = nodes_of(grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.nodes.num, room))
     for slot in range(len(sizes)):
         nodes = every.get(slot, [])
@@ -201,7 +203,7 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
         for node in nodes:
             prefixes.append((*prefixes[node.parent], node.token))
             assert prefixes[-1] not in found
-            found[prefixes[-1]] = Merged(node.chance, node.choice, node.step, node.num_later)
+            found[prefixes[-1]] = Merged(node.chance, node.choice_index, node.path_index, node.num_later)
         place = merged.slots.index(slot) if slot in merged.slots else -1
         if slot in drafting and offered is not None:
             expected = slow_merged(offered, drafting.index(slot), place, paths, slot, weights)
@@ -215,26 +217,26 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
         assert all(a.chance >= b.chance for a, b in pairwise(nodes))
 
 
-# --- what became of them ---
+# --- outcomes ---
 
 
 def slow_verified(trees: Sequence[Sequence[Node]], emitted: Sequence[Sequence[int]]) -> list[tuple[int, int, bool]]:
-    """By the paths from the anchor: a choice is known whose parent's path begins the text, where the text goes on."""
+    """Outcomes by paths: (choice, later choices, right) if the parent's path is a prefix and the text continues."""
     found = list[tuple[int, int, bool]]()
     for nodes, text in zip(trees, emitted, strict=True):
         paths: list[tuple[int, ...]] = [()]
         for node in nodes:
             paths.append((*paths[node.parent], node.token))
             if len(paths[-1]) <= len(text) and paths[node.parent] == tuple(text[: len(paths[-1]) - 1]):
-                found.append((node.choice, node.num_later, paths[-1] == tuple(text[: len(paths[-1])])))
+                found.append((node.choice_index, node.num_later, paths[-1] == tuple(text[: len(paths[-1])])))
     return found
 
 
 def outcomes(
     trees: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
-) -> Verified:
-    """Outcomes of rows that adapt, which emitted these tokens."""
-    rows = [row_of(Asked("auto", None)) for _ in trees]
+) -> VerifiedNodes:
+    """Outcomes of rows that adapt and emitted these tokens."""
+    rows = [row_of(AskedRow("auto", None)) for _ in trees]
     steps = list[Step]()
     for r, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
         row.request_id = r
@@ -242,13 +244,13 @@ def outcomes(
     return verified(rows, grown_of(trees), paths, steps, None)
 
 
-def listed(found: Verified) -> list[tuple[Any, ...]]:
+def listed(found: VerifiedNodes) -> list[tuple[Any, ...]]:
     return list(zip(*(values.tolist() for values in found[:3]), strict=True))
 
 
 @given(DEPTHS, SEEDS)
 def test_what_was_verified_is_what_the_texts_say(depths: list[int], seed: int) -> None:
-    """Random trees and texts along them, which may end anywhere on the accepted path."""
+    """Outcomes in random trees and texts along them, which may end anywhere on the accepted path."""
     draws = np.random.default_rng(seed)
     offered = random_offer(draws, depths)
     trees, taken, emitted = list[list[Node]](), list[list[int]](), list[list[int]]()

@@ -1,4 +1,4 @@
-"""What a controller is told before, in and after a step is what a slow reading of requests and texts says."""
+"""Inputs of a controller before, in and after a step equal those of a slow reading of requests and texts."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Planned
 from blockpilot.control.cost import Load, passes
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.trees import paths_of
 from blockpilot.pairs.loading import Pair
@@ -20,7 +20,7 @@ from helpers.drafts import Pass, scatter, watch
 from helpers.engines import NEVER, PROMPT, plain_text
 from helpers.prices import price
 
-PRICE = price(launch_s=0.1, slot_s=0.05, token_s=0.04)  # the deeper a step and the more rows, the dearer
+PRICE = price(launch_s=0.1, slot_s=0.05, token_s=0.04)  # deeper drafts and more rows cost more
 HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
 DEEPEST, MAX_BLOCK_SIZE = 3, 9
 CONTROLLERS: dict[str, Callable[[], Watched]] = {
@@ -42,7 +42,7 @@ class Selection(NamedTuple):
 
 
 def calls_of(controller: Watched) -> tuple[list[Plan], list[Selection]]:
-    """Lists that every call of a controller is added to."""
+    """Lists to which every call of a controller is appended."""
     plan, select, plans, selections = controller.plan, controller.select, list[Plan](), list[Selection]()
 
     def watched_plan(rows: Planned, beside: Load) -> np.ndarray:
@@ -60,7 +60,7 @@ def calls_of(controller: Watched) -> tuple[list[Plan], list[Selection]]:
 
 
 class Reader:
-    """Reads an engine's steps, knowing its requests and their texts alone."""
+    """Reads an engine's steps, given only its requests and their texts."""
 
     def __init__(self, requests: Sequence[Request], texts: Sequence[Sequence[int]], controller: Watched) -> None:
         self.requests, self.texts, self.controller = requests, texts, controller
@@ -71,7 +71,7 @@ class Reader:
         return self.requests[i].max_new_tokens - self.num_emitted[i]
 
     def most_verified(self, i: int) -> int:
-        """Drafted tokens that a row of fixed size verifies at most."""
+        """Maximum number of drafted tokens that a row of fixed size verifies."""
         block_size = self.requests[i].block_size or 1
         is_tree = self.requests[i].layout == "tree" and self.room(i) > 1
         return (block_size if is_tree else min(block_size, self.room(i))) - 1
@@ -83,7 +83,7 @@ class Reader:
         fixed = [self.most_verified(i) for i in ids]
         depths = [min(size, self.room(i) - 1, DEEPEST if self.requests[i].layout == "tree" else 99)
                   for i, size in zip(ids, fixed, strict=True)]  # fmt: skip
-        # 1. Depths are planned for rows that adapt, beside what the others draft and verify.
+        # 1. Depths are planned for rows that adapt, given the load of the others.
         assert len(self.plans) == any(adapts)
         if any(adapts):
             [plan] = self.plans
@@ -93,7 +93,7 @@ class Reader:
             assert plan.rows.deepest.tolist() == [max(0, min(DEEPEST, self.room(i) - 1)) for i in free]
             planned = list(plan.depths)
             depths = [planned.pop(0) if of_row else depth for depth, of_row in zip(depths, adapts, strict=True)]
-        # 2. One pass drafts so deep; of what is offered, as much is verified as is selected.
+        # 2. One pass drafts to these depths; the selected candidates are verified.
         drafting = [index for index, depth in enumerate(depths) if depth]
         assert [of_pass.depths for of_pass in drafted] == [[depths[index] for index in drafting]] * bool(drafting)
         num_passes, free = passes(depths, is_sequential), [index for index in drafting if adapts[index]]
@@ -102,11 +102,11 @@ class Reader:
             assert load == Load(len(ids), sum(depths), sum(fixed), num_passes, outcome.num_prompt_tokens)
             assert trees.drafted.tolist() == [depths[index] for index in free]
             assert sizes == [len(decoded[index].tree.tokens) for index in free]
-        # 3. The outcome is the load, and what the texts say of the nodes that were verified.
+        # 3. The outcome is the load, and the acceptance of the verified nodes according to the texts.
         assert outcome.load == Load(len(ids), sum(depths), sum(step.block_size - 1 for step in decoded), num_passes)
         verified = self.controller.verified[-1]
         right = [pair for index in free for pair in self.rightness(decoded[index])]
-        tokens = [pair for of_pass in drafted for pair in tokens_of(of_pass, verified.choices)]
+        tokens = [pair for of_pass in drafted for pair in tokens_of(of_pass, verified.choice_index)]
         assert sorted(zip(tokens, verified.right.tolist(), strict=True)) == sorted(right)
         for step in steps:
             self.num_emitted[step.request_id] += len(step.tokens)
@@ -114,7 +114,7 @@ class Reader:
         self.selections.clear()
 
     def rightness(self, step: Step) -> list[tuple[int, bool]]:
-        """Nodes whose parents are in the text: their tokens, and whether they are in it, too."""
+        """Nodes whose parents are in the text: their tokens, and True if they are in the text, too."""
         text = tuple(self.texts[step.request_id][self.num_emitted[step.request_id] :])
         nodes = list[tuple[int, bool]]()
         for path in paths_of(step.tree)[1:]:
@@ -124,8 +124,8 @@ class Reader:
 
 
 def tokens_of(of_pass: Pass, choices: np.ndarray) -> list[int]:
-    """Tokens of choices, which are flat places in what was proposed."""
-    candidates = of_pass.found.candidates if isinstance(of_pass.found, Linked) else of_pass.found
+    """Tokens of choices, given as flat indices in the proposal."""
+    candidates = of_pass.found.candidates if isinstance(of_pass.found, ConditionalCandidates) else of_pass.found
     tokens: list[int] = candidates.tokens.reshape(-1)[torch.from_numpy(choices)].tolist()
     return tokens
 
@@ -135,7 +135,7 @@ LENGTHS = (50, 16, 24, 60, 18, 33, 9, 57, 21, 55)
 
 @pytest.fixture(scope="module")
 def texts(tiny_pair: Pair) -> dict[Sampling, list[tuple[int, ...]]]:
-    """Those of all pairs, which have one target."""
+    """Reference texts of all pairs, which share the target."""
     with torch.inference_mode():
         return {
             sampling: [plain_text(tiny_pair, PROMPT[i:], num, sampling) for i, num in enumerate(LENGTHS)]
@@ -154,14 +154,12 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
     texts: dict[Sampling, list[tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows join, leave and stop; some have fixed sizes, some draw their tokens, one pair's draft is made up; prompts
-    come by parts.
-    """
+    """Rows join, leave and stop; some have fixed sizes, some sample; one draft is scripted; prefill is chunked."""
     requests, expected = list[Request](), list[tuple[int, ...]]()
     for i, num in enumerate(LENGTHS):
         sampling = HOT if i % 3 and pair is not tiny_pair else Sampling()
         size, layout = (None, None, 3, None, 1, 6)[i % 6], LAYOUTS[i % 3 if i % 6 < 5 else 2]
-        stops = frozenset(range(i, 260, 41)) if size is None and i else NEVER  # many stop amid a block
+        stops = frozenset(range(i, 260, 41)) if size is None and i else NEVER  # many stop inside a block
         text = texts[sampling][i]
         ends = (n for n, token in enumerate(text, 1) if token in stops)
         requests.append(Request(PROMPT[i:], num, sampling, size, stops, layout=layout, lookup=False))
@@ -192,14 +190,14 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
 
 
 def test_a_row_that_failed_tells_nothing(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's scores of its third step are no numbers; its neighbour's are."""
+    """Outcomes of the other row only, in a third step in which the first row's scores are NaN."""
     controller = Told(DEEPEST, [(2, 2)])
     engine, failed = Engine(tiny_pair, num_slots=2, max_length=64, controller=controller), list[int]()
     engine.on_failure = lambda request_id, error: failed.append(request_id)
     for i in range(2):
         engine.add(Request(PROMPT[i:], 20, stop_token_ids=NEVER, layout="chain", lookup=False))
     engine.step(), engine.step()
-    assert {choice // 16 for choice in controller.verified[-1].choices.tolist()} == {0, 1}  # 2 slots of 8
+    assert {choice // 16 for choice in controller.verified[-1].choice_index.tolist()} == {0, 1}  # 2 slots of 8
     logits = engine._target.logits
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -207,4 +205,4 @@ def test_a_row_that_failed_tells_nothing(tiny_pair: Pair, monkeypatch: pytest.Mo
         )
         engine.step()
     assert failed == [0]
-    assert {choice // 16 for choice in controller.verified[-1].choices.tolist()} == {1}
+    assert {choice // 16 for choice in controller.verified[-1].choice_index.tolist()} == {1}

@@ -1,4 +1,4 @@
-"""Long prompts: 8,000 tokens on the tiny pair, 1,900 on the embedded one, by parts while neighbours decode trees."""
+"""Long prompts: 8,000 tokens on the tiny pair, 1,900 on the embedded one, in chunks while other rows decode trees."""
 
 import resource
 import subprocess
@@ -20,7 +20,7 @@ NUM_TOKENS, PART = 8000, 256
 HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
-WORKSPACE = 64 * MIB  # beyond the caches: a part's masks, scores and hidden states, not those of a whole prompt
+WORKSPACE = 64 * MIB  # beyond the caches: masks, scores and hidden states of one chunk, not of a whole prompt
 
 
 def long_pair() -> Pair:
@@ -50,7 +50,7 @@ def test_eight_thousand_tokens_beside_trees_and_again_from_the_prefix_cache() ->
 
 
 def test_memory_is_that_of_the_caches_and_of_one_part() -> None:
-    """In a process of its own: both slots full, and as many tokens kept."""
+    """Memory growth of a separate process with both slots full and as many tokens in the prefix cache."""
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     code = "from engine.test_long_prompts import grown; print(*grown())"
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -60,7 +60,7 @@ def test_memory_is_that_of_the_caches_and_of_one_part() -> None:
 
 
 def grown() -> tuple[int, int]:
-    """Bytes that the process's memory grows by with two prompts of 8,000 tokens, and those of the engine's caches."""
+    """Bytes by which the process grows with two prompts of 8,000 tokens, and bytes of the engine's caches."""
     torch.set_num_threads(1)
     pair = long_pair()
     run(Engine(pair, num_slots=2, max_length=64), [Request(long_prompt(num=40), 4, HOT, 6)] * 2)
@@ -84,7 +84,7 @@ def resident_bytes() -> int:
 
 
 def test_two_thousand_tokens_on_the_embedded_pair(bfloat16_pair: Pair) -> None:
-    """In bfloat16, bit for bit: by parts beside a neighbour's trees as whole, alone, one token at a time."""
+    """Exactly the same bfloat16 text in chunks next to another row's trees as whole, alone, one token at a time."""
     pair, manual = bfloat16_pair, (ROOT / "docs" / "decoding.md").read_text()
     prompt = tuple(pair.tokenizer(manual).input_ids[:1900])
     plain = [Request(prompt[:50], 60, HOT, 1), Request(prompt, 24, HOT, 1)]

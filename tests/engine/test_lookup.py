@@ -1,4 +1,4 @@
-"""Lookup in rows' own texts: what is found, for whom, and what is learned of it."""
+"""Prompt lookup in each row's text: the paths, the rows that use it, and learning from the outcomes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ NUM_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def circles(tiny_pair: Pair) -> tuple[int, ...]:
-    """A prompt whose greedy answer is a repetition: the target's own text, which has begun to go in circles."""
+    """A prompt whose greedy answer is a repetition: the target's own text, which has begun to loop."""
     engine = Engine(tiny_pair, num_slots=1, max_length=256)
     for start in range(10, 200, 10):
         [steps] = run(engine, [Request((start,), 250, block_size=1, stop_token_ids=NEVER)])
@@ -38,15 +38,13 @@ def circles(tiny_pair: Pair) -> tuple[int, ...]:
 
 
 def looked_up(steps: Sequence[Step]) -> int:
-    """Accepted tokens that were looked up."""
+    """Number of accepted tokens that were looked up."""
     return sum(step.tree.sources[node - 1] & LOOKED_UP > 0 for step in steps for node in step.path)
 
 
 @torch.inference_mode()
 def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
-    """Of rows that join, leave and move to other slots, whose prompts come by parts or were kept; of accepted tokens
-    only.
-    """
+    """Paths of accepted tokens only, of rows that join, leave and move, with chunked or cached prompts."""
     engine = Engine(tiny_pair, num_slots=3, max_length=400, max_prefill_tokens=50, prefix_tokens=400)
     texts, held, expected = dict[Row, int](), dict[Row, float](), dict[Row, int]()
     of_lookup, compared = engine._lookup.paths, list[bool]()
@@ -86,7 +84,7 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
 
 @torch.inference_mode()
 def test_only_where_it_is_wanted(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
-    """By default where the controller chooses; never in plain decoding. It saves steps; tokens tell their source."""
+    """Lookup by default if the controller chooses, never in plain decoding. It saves steps; nodes have sources."""
 
     def decode(**asked: Any) -> list[Step]:
         request = Request(circles, NUM_TOKENS, stop_token_ids=NEVER, **asked)
@@ -107,7 +105,7 @@ def test_only_where_it_is_wanted(tiny_pair: Pair, circles: tuple[int, ...]) -> N
 def test_what_is_learned_of_paths_is_what_the_texts_say(
     tiny_pair: Pair, circles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path's token is right where the answer has it; those below a wrong one are not known."""
+    """A path's token is right if the answer has it; the outcome of tokens below a wrong one is unknown."""
     monkeypatch.setattr(controllers, "UPDATE_EVERY", 2)
     controller = Watched(tiny_pair.block_size - 1)
     engine = Engine(tiny_pair, num_slots=2, max_length=400, controller=controller)

@@ -1,4 +1,4 @@
-"""Memory of pairs: what caches take, what fits, and what docs/your-own-pair.md says of the published ones."""
+"""Memory of pairs: size of caches, what fits, and the figures of published pairs in docs/your-own-pair.md."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from blockpilot.pairs.table import NAMED_PAIRS, split_revision
 from helpers.published import PUBLISHED, shapes
 
 GUIDE = Path(__file__).parents[2] / "docs" / "your-own-pair.md"
-H100 = 79 * 2**30  # bytes that a program sees of 80 GB
+H100 = 79 * 2**30  # bytes of 80 GB that a program can use
 SIZES = st.builds(CacheSize, st.integers(0, 2**26), st.integers(1, 2**18), st.sampled_from([0, 2**16]))
 
 
@@ -66,7 +66,7 @@ def test_shapes_have_as_many_weights_as_the_hub_says(name: str, num_weights: int
 
 
 def test_the_guide_says_what_the_published_pairs_take() -> None:
-    """For every target its names, and the memory of its largest pair."""
+    """Names of the pairs of every target, and the memory of the largest one."""
     taken = dict[str, list[tuple[str, str, str]]]()
     for name in PUBLISHED:
         pair = shapes(name)

@@ -1,4 +1,4 @@
-"""Texts of targets whose tokens come in pairs of nearly equal scores: the last bits of a score decide among them."""
+"""Texts of targets whose tokens have nearly equal scores in pairs, so that the last bits of a score decide."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
 
 
 def with_near_ties(target: Any) -> Any:
-    """Rows of the LM head in pairs that are equal but for their last bits."""
+    """The target with LM head rows in pairs that differ only in their last bits."""
     weight = target.lm_head.weight.detach().clone()
     even, odd = weight[0 : len(weight) // 2 * 2 : 2], weight[1::2]
     odd.copy_(even * (1 + 1e-7 * torch.randn(even.shape)))
@@ -45,7 +45,7 @@ def with_near_ties(target: Any) -> Any:
 
 
 def texts_that_differ(pair: Pair, num: int) -> list[int]:
-    """Of requests in eight slots from plain decoding, one at a time; both by layers in C, or both by torch."""
+    """Indices of requests whose text in a batch of eight slots differs from plain decoding, one at a time."""
     prompts = [tuple((7 * i + 11 * k * k) % 256 for k in range(3 + i % 29)) for i in range(num)]
     requests = [
         Request(prompt, 40, Sampling(float(i % 2), seed=i), (1, 4, 8)[i % 3], NEVER, layout=LAYOUTS[i // 3 % 3])

@@ -1,4 +1,4 @@
-"""A target without a draft: what it refuses. Its texts are in test_fuzz.py, its step costs in test_pricing.py."""
+"""A target without a draft: refused requests. Its texts are in test_fuzz.py, its step costs in test_pricing.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""States that are not finite, as of a damaged embedding, end the request whose text has them, and no other."""
+"""Hidden states that are not finite, as of a damaged embedding, end only the request whose text has them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def damaged_pair(dtype: torch.dtype, bad: Sequence[int], of: Callable[..., Any] 
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], set[int]]:
-    """Texts, and which requests were lost."""
+    """Texts, and the indices of failed requests."""
     lost = set[int]()
     engine.on_failure = lambda request_id, error: lost.add(request_id)
     ids = [engine.add(request) for request in requests]
@@ -53,7 +53,7 @@ def test_a_slot_keeps_nothing_of_a_request_that_failed(in_c: bool, target: Calla
 def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(
     dtype: torch.dtype, target: Callable[..., Any]
 ) -> None:
-    """In C: the target does not choose it."""
+    """Text of plain decoding (layers in C): the target does not choose the drafted token."""
     pair = damaged_pair(dtype, [BAD], target)
     (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     engine = Engine(pair, num_slots=2, max_length=200)
@@ -66,7 +66,7 @@ def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_text_ends_as_plainly_where_its_stop_token_has_states_that_are_not_finite(dtype: torch.dtype) -> None:
-    """A block that accepts the stop token has scores after it, which nobody asks for."""
+    """Same end as in plain decoding: the scores after an accepted stop token are ignored."""
     whole, _ = decode(Engine(damaged_pair(dtype, []), num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     stop = whole[0][3]
     pair = damaged_pair(dtype, [stop])

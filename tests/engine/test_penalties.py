@@ -1,4 +1,4 @@
-"""What bias, penalties, min_p and the least length do; that drafts change nothing of it is test_fuzz.py's."""
+"""Effects of bias, penalties, min_p and minimum length; test_fuzz.py checks that drafts do not change them."""
 
 import torch
 
@@ -16,19 +16,19 @@ def decode(pair: Pair, num: int = 20, **more: object) -> tuple[int, ...]:
 
 
 def test_each_field_does_what_its_name_says(tiny_pair: Pair) -> None:
-    """Bias bans and forces a token, presence lets none come twice, repetition bars those of the prompt as well."""
+    """Bias bans or forces a token, presence prevents repeated tokens, repetition also those of the prompt."""
     plain = decode(tiny_pair)
     assert plain[0] not in decode(tiny_pair, logit_bias={plain[0]: -100.0})
     assert set(decode(tiny_pair, logit_bias={7: 100.0})) == {7}
     text = decode(tiny_pair, presence_penalty=1000.0)
     assert len(set(text)) == len(text) == 20
-    # All logits are above 0 by a bias, so that the penalty lowers those of known tokens to nearly 0.
+    # A bias makes all logits positive, so that the penalty lowers those of earlier tokens to nearly 0.
     text = decode(tiny_pair, 60, logit_bias=dict.fromkeys(range(260), 1000.0), repetition_penalty=1e6)
     assert len(set(text) | set(PROMPT)) == len(text) + len(PROMPT)
 
 
 def test_stop_strings_are_looked_for_after_the_least_length(tiny_pair: Pair) -> None:
-    """A text of one letter, which is the stop string."""
+    """End of a text of one repeated letter; the stop string is two of them."""
     sampling = Sampling(logit_bias={65: 1000.0})
     letter = tiny_pair.tokenizer.decode([65])
     for least in (0, 3, 12):
@@ -40,7 +40,7 @@ def test_stop_strings_are_looked_for_after_the_least_length(tiny_pair: Pair) -> 
 
 
 def test_generate_takes_all_of_them(tiny_pair: Pair) -> None:
-    """Each by its own name: the text is that of a request with the same sampling."""
+    """Parameters by name give the text of a request with the same sampling."""
     fields = {"min_p": 0.01, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
     found = generate(
         tiny_pair, PROMPT, max_new_tokens=20, temperature=1.0, seed=5, logit_bias={9: 2.0}, min_new_tokens=4, **fields
@@ -56,4 +56,4 @@ def test_changed_logits_keep_what_bfloat16_would_lose() -> None:
     found = processor(logits, PROMPT, [len(PROMPT)])
     assert found.dtype == torch.float32
     assert int(found.argmax()) == 3
-    assert logits.eq(30.0).all()  # the target's own are not touched
+    assert logits.eq(30.0).all()  # the target's logits are not changed

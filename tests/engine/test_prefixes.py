@@ -1,4 +1,4 @@
-"""Prefix cache: requests that begin alike find the first ones' keys and values, and everything is as without it."""
+"""Prefix cache: requests with a common prefix reuse keys and values; all results are those without the cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ def engine_of(pair: Pair, **options: Any) -> Engine:
 
 
 def looks(steps: Sequence[Step]) -> list[Any]:
-    """All that tells of the draft: what was proposed, in which tree, and what became of it."""
+    """All results that depend on the draft: tokens, block sizes, numbers of accepted tokens, and trees."""
     return [(step.tokens, step.block_size, step.num_accepted, step.tree) for step in steps]
 
 
@@ -40,20 +40,20 @@ def asked(
     return Request(tuple(prompt), num, sampling, size, NEVER, layout=layout)
 
 
-# --- what is kept ---
+# --- cached pages ---
 
 CONFIG = LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
 
 
 class Kept:
-    """Prefixes over two small caches, whose columns hold what a text up to the next token makes of them."""
+    """Prefixes over two small caches, whose columns hold a hash of the text up to the next token."""
 
     def __init__(self, num_tokens: int) -> None:
         self.caches = [SlotCache(CONFIG, 2, 128, torch.float32, torch.device("cpu")) for _ in range(2)]
         self.prefixes = Prefixes(*self.caches, num_tokens)
 
     def reuse(self, text: Sequence[int], salt: str, drafts: bool) -> int:
-        """Tokens that a request finds of its prompt; its columns are checked."""
+        """Number of prompt tokens that a request reuses; checks their columns."""
         row = self._row(text, salt, drafts)
         self.prefixes.reuse(row, 1)
         assert row.num_reused == row.num_cached < len(text)
@@ -69,7 +69,7 @@ class Kept:
         self.prefixes.keep([self._row(text, salt, drafts)], [Step(0, (1,), 1, 0, "length")])
 
     def waits(self, asked: tuple[list[int], str, bool], beside: tuple[list[int], str, bool]) -> bool:
-        """True if a request is not computed beside another one whose prompt is taken in."""
+        """True if a request waits for another one in prefill."""
         return self.prefixes.worth_waiting(self._row(*asked), [self._row(*beside)])
 
     def _row(self, text: Sequence[int], salt: str, drafts: bool) -> Row:
@@ -89,7 +89,7 @@ TEXTS = HALF_PAGES.map(lambda starts: [10 * start + i for start in starts for i 
 )
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_a_slot_is_filled_with_what_its_tokens_made(texts: list[tuple[list[int], str, bool]], num: int) -> None:
-    """Under its salt, whatever was kept and dropped before; and the last text is there as far as there is room."""
+    """Reused columns have the same tokens and salt after any evictions; the latest text is cached if it fits."""
     kept = Kept(num * PAGE + 3)
     for text in texts:
         kept.reuse(*text)
@@ -107,11 +107,11 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     kept.keep(third, "", True)
     assert [kept.reuse(text, "", True) for text in (second, first, third)] == [0, 2 * PAGE, 2 * PAGE]
     kept.keep(range(400, 401 + PAGE), "", True)
-    assert kept.reuse(first, "", True) == PAGE  # from its end
+    assert kept.reuse(first, "", True) == PAGE  # evicted from its end
 
 
 def test_a_request_waits_for_what_it_shares_and_does_not_find() -> None:
-    kept, text = Kept(16 * PAGE), list(range(5 * PAGE))  # 64 tokens are worth it
+    kept, text = Kept(16 * PAGE), list(range(5 * PAGE))  # sharing 64 tokens is worth waiting for
     assert kept.waits((text, "", True), beside=(text[:64], "", True))
     assert not kept.waits((text, "", True), beside=(text[:63], "", True))
     assert not kept.waits((text[:63], "", True), beside=(text[:63], "", True))
@@ -120,17 +120,17 @@ def test_a_request_waits_for_what_it_shares_and_does_not_find() -> None:
     assert not kept.waits((text, "", True), beside=(text, "", False))
     assert kept.waits((text, "", False), beside=(text, "", True))
     kept.keep(text[: PAGE + 1], "", True)
-    assert kept.waits((text, "", True), beside=(text, "", True))  # 16 found, 64 more shared
+    assert kept.waits((text, "", True), beside=(text, "", True))  # 16 cached, 64 more shared
     assert not kept.waits((text, "", True), beside=(text[:-1], "", True))
 
 
-# --- requests that begin alike ---
+# --- requests with a common prefix ---
 
 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
 @pytest.mark.parametrize(("sampling", "layout"), [(Sampling(), "tree"), (HOT, "chain"), (HOT, "tree")])
 def test_steps_on_a_hit_are_those_on_a_miss(pair: Pair, sampling: Sampling, layout: Layout) -> None:
-    """What is proposed and accepted, too, in three turns of a chat; answers were drafted, and partly refused."""
+    """Same proposals and acceptance, too, in three turns of a chat; answers were drafted, and partly rejected."""
     engine, prompt = engine_of(pair), (*SYSTEM, *QUESTIONS[0])
     for turn, question in enumerate(QUESTIONS[1:]):
         request = asked(prompt, sampling=sampling, layout=layout)
@@ -146,7 +146,7 @@ def test_steps_on_a_hit_are_those_on_a_miss(pair: Pair, sampling: Sampling, layo
 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
 def test_texts_that_part_where_a_page_ends(pair: Pair) -> None:
-    """An EAGLE-3 entry is made of the token after it, so that the last page before is not shared."""
+    """The last common page is not shared: an EAGLE-3 entry depends on the token after it."""
     engine = engine_of(pair)
     first, last = (asked((*SYSTEM[: 4 * PAGE], *question)) for question in QUESTIONS[:2])
     run(engine, [first])
@@ -157,7 +157,7 @@ def test_texts_that_part_where_a_page_ends(pair: Pair) -> None:
 
 @pytest.mark.parametrize("plainly", ["asked for", "chosen"])
 def test_only_a_row_that_never_drafts_leaves_no_context_to_those_that_do(eagle_pair: Pair, plainly: str) -> None:
-    """One whose every step is plain may still draft: its context is kept."""
+    """Context is cached for a row whose steps are all plain by choice of the controller: it may still draft."""
     engine = engine_of(eagle_pair, controller=Told(3, [(0, 0)]))
     first, *others = ((*SYSTEM, *question) for question in QUESTIONS)
     size = 1 if plainly == "asked for" else None
@@ -173,7 +173,7 @@ def test_only_a_row_that_never_drafts_leaves_no_context_to_those_that_do(eagle_p
 
 
 def test_choices_of_one_prompt_compute_it_once(tiny_pair: Pair) -> None:
-    """The others wait until the first one's prompt is through, though there are slots and room in a step."""
+    """Other requests wait until the first one's prefill is complete, although slots and prefill tokens are free."""
     controller = Watched(tiny_pair.block_size - 1)
     engine = engine_of(tiny_pair, num_slots=5, controller=controller, max_prefill_tokens=200)
     requests = [asked(SYSTEM, 10, replace(HOT, seed=i), None, "auto") for i in range(4)]
@@ -187,7 +187,7 @@ def test_choices_of_one_prompt_compute_it_once(tiny_pair: Pair) -> None:
 
 
 def test_who_waits_for_a_prompt_goes_on_without_it(tiny_pair: Pair) -> None:
-    """A long prompt by parts is cancelled; nothing of it is kept."""
+    """The other request continues when a long one is cancelled in chunked prefill, of which nothing is cached."""
     engine = engine_of(tiny_pair, max_prefill_tokens=30)
     gone, stays = engine.add(asked(SYSTEM)), engine.add(asked(SYSTEM))
     engine.step(), engine.step()
@@ -214,7 +214,7 @@ def test_nothing_is_kept_of_requests_that_fail_or_whose_step_does(
     engine.step()
     kept = engine.num_kept_tokens
     with monkeypatch.context() as patch:
-        patch.setattr(engine._drafter, "keep_up", refuse)
+        patch.setattr(engine._drafter, "update_cache", refuse)
         for _ in range(8):
             with pytest.raises(TypeError):
                 engine.step()

@@ -1,4 +1,4 @@
-"""The keyed sampler draws from the right distribution, and depends on nothing but its key."""
+"""The keyed sampler samples from the right distribution, and depends on nothing but its key."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from blockpilot.engine.sampling import (
     NO_TOKEN,
     NUM_ARRIVALS,
     arrivals,
-    candidates,
+    best_choices,
     keyed_sample,
     own_times,
     race,
@@ -30,7 +30,7 @@ LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
 
 
 def left_in(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Tokens [V] of logits [1, V] that torch draws from; one alone is the likeliest."""
+    """Mask [V] of the tokens that torch samples from, given logits [1, V]; a single one is the most probable."""
     found = ranked_by_torch(logits, [7], [sampling], logits.shape[1], with_log_probs=True)
     assert found.log_probs is not None
     return torch.zeros(logits.shape[1], dtype=torch.bool).index_fill_(
@@ -45,7 +45,7 @@ def test_distribution_is_the_softmax(temperature: float, vary: str) -> None:
     positions = range(num) if vary == "position" else [9] * num
     found = torch.bincount(keyed_sample(LOGITS.expand(num, -1), positions, sampling), minlength=len(LOGITS)).double()
     expected = (LOGITS / temperature).softmax(0).double()
-    # One draw in 10,000 correct samplers would fail; the key is fixed, so this one never will by chance.
+    # One in 10,000 correct samplers would fail; the key is fixed, so this test never fails by chance.
     assert chisquare(found.numpy(), (expected / expected.sum() * num).numpy()).pvalue > 1e-4
 
 
@@ -68,7 +68,7 @@ def test_draws_at_neighbouring_positions_and_seeds_are_independent() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 2.0, 6.0])
 def test_distribution_over_more_tokens_than_arrive(spread: float) -> None:
-    """From flat, where the first to arrive mostly wins, to peaked, where it mostly does not."""
+    """Flat distributions, where the first arrival mostly wins, to peaked ones, where it mostly does not."""
     vocab_size, num, num_bins = 20 * NUM_ARRIVALS, 6_000, 40
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * spread
     order = logits.argsort(descending=True)
@@ -126,10 +126,10 @@ SAMPLINGS = [
 def test_candidates_are_what_would_be_chosen_one_after_the_other(
     position: int, num: int, sampling: list[Sampling]
 ) -> None:
-    """With the ones before it struck out, each is what `keyed_sample` chooses, as far as anything can be drawn."""
+    """Each candidate is the choice of `keyed_sample` without the ones before it, as long as a token is possible."""
     rows = torch.randn(len(sampling), 500, generator=torch.Generator().manual_seed(position)) * 3
     positions = range(position, position + len(sampling))
-    found = candidates(rows, positions, sampling, num)
+    found = best_choices(rows, positions, sampling, num)
     open_ = rows.clone()
     for i, s in enumerate(sampling):
         if s.temperature:
@@ -161,9 +161,9 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
 def test_those_tokens_are_left_that_float64_leaves(
     vocab_size: int, spread: float, seed: int, sampling: Sampling, few: tuple[int, ...] | None
 ) -> None:
-    """The best ones, and at the edges of min_p and top_p as many as float32 cannot tell apart.
+    """The best tokens, including all that float32 cannot distinguish at the limits of min_p and top_p.
 
-    By torch, which looks at so `few` tokens first, or in C.
+    few: numbers of top tokens that torch tries first; None: in C.
     """
     if few is None and not in_c(LOGITS):
         pytest.skip("no compiler, or no CPU for it")
@@ -189,7 +189,7 @@ def test_those_tokens_are_left_that_float64_leaves(
 
 
 def _rounding_cuts(logits: torch.Tensor, sampling: Sampling) -> bool:
-    """True if the last token that min_p or top_p keeps is another one where sums are rounded otherwise."""
+    """True if the last token that min_p or top_p includes depends on the rounding of sums."""
     if sampling.is_greedy or (sampling.top_p == 1 and not sampling.min_p):
         return False
     scores = (logits.double() / sampling.temperature).sort(descending=True).values
@@ -209,7 +209,7 @@ def _rounding_cuts(logits: torch.Tensor, sampling: Sampling) -> bool:
     sampling=st.lists(st.sampled_from([*SAMPLINGS, Sampling(0.05), Sampling(1e30)]), min_size=1, max_size=6),
     is_part=st.booleans(),
 )
-@example(  # a token that sums of float64 keep, and of float32 do not
+@example(  # a token that is included with sums in float64, but not in float32
     vocab_size=1689,
     spread=0.05,
     seed=1689,
@@ -229,9 +229,9 @@ def test_c_ranks_as_torch_does(
     *,
     is_part: bool,
 ) -> None:
-    """Scores that are -inf or equal, and rows that are no numbers, among others; what is given stays as it is.
+    """Same ranks, also of scores that are -inf or equal, and of rows that are not finite; the input is unchanged.
 
-    Scores of all tokens, or of a part of them, which may be one alone.
+    Scores of all tokens, or of a subset of them, which may be a single one.
     """
     if not in_c(LOGITS):
         pytest.skip("no compiler, or no CPU for it")
@@ -259,7 +259,7 @@ def test_c_ranks_as_torch_does(
         torch.testing.assert_close(values[row], expected.values[row], **tolerance)
         torch.testing.assert_close(log_probs[row], expected.log_probs[row], **tolerance)
         found, wanted = tokens[row][can_be], expected.tokens[row][can_be]
-        if sampling[row].is_greedy:  # of equal scores it may be another one
+        if sampling[row].is_greedy:  # ties may have another order
             assert logits[row, found].equal(logits[row, wanted])
         else:
             assert found.equal(wanted)
@@ -270,15 +270,15 @@ def test_candidates_of_a_part_are_those_of_all_by_torch(second: Sampling, monkey
     monkeypatch.setattr("blockpilot.engine.sampling.in_c", lambda logits: False)
     of = Subset.of(torch.arange(3, 200, 2), 260)
     logits = torch.randn(2, len(of.tokens), generator=torch.Generator().manual_seed(0))
-    found = candidates(logits, [1, 2], [Sampling(), second], 5, of)
-    expected = candidates(of.expanded(logits), [1, 2], [Sampling(), second], 5)
+    found = best_choices(logits, [1, 2], [Sampling(), second], 5, of)
+    expected = best_choices(of.expanded(logits), [1, 2], [Sampling(), second], 5)
     assert found.tokens.equal(expected.tokens)
     torch.testing.assert_close(found.scores, expected.scores)
     torch.testing.assert_close(found.log_probs, expected.log_probs)
 
 
 def test_candidates_have_their_log_probabilities() -> None:
-    found = candidates(LOGITS.repeat(2, 1), [4, 5], [Sampling(), Sampling(0.5, seed=1)], 20)
+    found = best_choices(LOGITS.repeat(2, 1), [4, 5], [Sampling(), Sampling(0.5, seed=1)], 20)
     assert found.tokens.shape == (2, 7)
     for row, scale in enumerate((1.0, 2.0)):
         expected = (LOGITS * scale).log_softmax(0)[found.tokens[row]]
@@ -297,7 +297,7 @@ def test_all_64_bits_of_the_seed_count() -> None:
 @pytest.mark.parametrize("num", [1, 5])
 @torch.inference_mode()
 def test_rows_of_a_graph_are_ranked_as_those_alone(num: int) -> None:
-    """Graphs pad rows, and look at few tokens; where those do not suffice, more are looked at without a graph."""
+    """Graphs pad rows and try the top few tokens; if these do not suffice, more are tried without a graph."""
     logits = torch.randn(len(SAMPLINGS), 3000, generator=torch.Generator().manual_seed(num)) * 3
     logits[2, 5:900], logits[4] = 9.0, math.nan
     graphs, positions = Graphs(logits.device, capture=False), range(len(SAMPLINGS))
@@ -337,7 +337,7 @@ def test_bad_parameters_are_named(name: str, value: Any, allowed: str) -> None:
         Sampling(**{name: value})
 
 
-# --- whatever the numbers are ---
+# --- any numbers ---
 
 any_sampling = st.builds(
     Sampling,
@@ -359,7 +359,7 @@ def test_no_number_makes_the_sampler_raise_or_reaches_another_row(
     sampling = [of_neighbour, *(each for _, each in rows)]
     positions = list(range(len(logits)))
     tokens = keyed_sample(logits, positions, sampling)
-    found = candidates(logits, positions, sampling, num)
+    found = best_choices(logits, positions, sampling, num)
     assert tokens[0] == keyed_sample(logits[:1], [0], [of_neighbour])[0]
     assert tokens[0] in range(4)
     assert not (found.scores.isnan() | found.log_probs.isnan()).any()

@@ -1,4 +1,4 @@
-"""StopSearch against a slow oracle, on strings that nearly match themselves; and the work that a character takes."""
+"""StopSearch against a slow oracle, on strings that repeat themselves; and its work per character."""
 
 import math
 
@@ -34,7 +34,7 @@ class Counted(list[int]):
 
 
 def fibonacci(length: int) -> str:
-    """The worst strings there are for this search."""
+    """Prefix of the Fibonacci word, a worst case of this search."""
     shorter, longer = "a", "ab"
     while len(longer) < length:
         shorter, longer = longer, longer + shorter
@@ -43,7 +43,7 @@ def fibonacci(length: int) -> str:
 
 @pytest.mark.parametrize("stop", ["a" * 20000 + "b", fibonacci(20000), "ab" * 10000 + "c"])
 def test_no_character_takes_long(stop: str) -> None:
-    """However much of a long stop string has matched, a character that breaks the match takes few steps."""
+    """Few steps for a character that breaks a match, regardless of how much of a long stop string has matched."""
     search = StopSearch([stop])
     (match,) = search._matches
     counted = match._fallback = Counted(match._fallback)

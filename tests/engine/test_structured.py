@@ -1,4 +1,4 @@
-"""Structured outputs of random schemas: drafts change no text, and every text that is not cut validates."""
+"""Structured outputs of random schemas: drafts change no text, and every complete text validates."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from blockpilot.constraints.automaton import GrammarCompiler
-from blockpilot.constraints.grammar import of_schema
+from blockpilot.constraints.grammar import schema_grammar
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
@@ -43,7 +43,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num", [8, pytest.param(500, marks=pytest.mark.soak)])
 def test_drafts_change_no_text_and_texts_validate(embedded_pair: Pair, num: int) -> None:
-    """At temperatures 0 and 1, each request plainly and by drafts, all in one batch."""
+    """Requests at temperatures 0 and 1, each with and without drafts, all in one batch."""
     pair, rng, num_valid, num_accepted = embedded_pair, random.Random(0), 0, 0
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
     schemas, requests = list[dict[str, Any]](), list[Request]()
@@ -51,7 +51,7 @@ def test_drafts_change_no_text_and_texts_validate(embedded_pair: Pair, num: int)
         schemas.append(random_schema(rng))
         wanted = f"Describe a {rng.choice(WORDS)} shop as JSON with {', '.join(schemas[-1]['properties'])}."
         prompt_ids = Prompt("structured", (Message("user", wanted),)).encode(pair.tokenizer)
-        options = {"stop_token_ids": pair.stop_token_ids, "constraint": compiler.compile(of_schema(schemas[-1]))}
+        options = {"stop_token_ids": pair.stop_token_ids, "constraint": compiler.compile(schema_grammar(schemas[-1]))}
         sampling = Sampling(float(number % 2), seed=number)
         requests += [Request(prompt_ids, 160, sampling, size, **options) for size in (1, None)]
     answers = run(Engine(pair, num_slots=16, max_length=320), requests)

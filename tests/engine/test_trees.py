@@ -1,4 +1,4 @@
-"""Trees grow by falling chance, and are walked along the target's choices. Their masks are in test_packing.py."""
+"""Trees: growth by descending probability, and the walk along the target's choices. Masks are in test_packing.py."""
 
 from itertools import islice, product
 
@@ -19,7 +19,7 @@ SAMPLED = Sampling(1.0, seed=5)
 
 @st.composite
 def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
-    """A few choices of a few slots, by the choice above or not, with chances that fall along them and may be 0."""
+    """A few choices of a few slots, conditioned on the choice above or not; probabilities descend and may be 0."""
     depth, width, ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     falling = st.lists(st.integers(0, 20), min_size=ranks, max_size=ranks).map(
         lambda numbers: [n / (1 + sum(numbers)) for n in sorted(numbers, reverse=True)]
@@ -31,7 +31,7 @@ def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
 
 
 def every_prefix(of: Slots) -> list[float]:
-    """Chances of all nodes of the full tree, by falling chance, those of chance 0 left out."""
+    """Probabilities of all nodes of the full tree, in descending order, without zeros."""
     found = []
     for depth in range(1, len(of.tokens) + 1):
         for ranks in product(*(range(len(after[0])) for after in of.tokens[:depth])):
@@ -39,7 +39,7 @@ def every_prefix(of: Slots) -> list[float]:
             for at, rank in enumerate(ranks):
                 chance *= of.chances[min(num_later, len(of.chances) - 1)][at][after][rank]
                 num_later += rank > 0
-                after = of.places[at][after][rank]
+                after = of.next_lists[at][after][rank]
             found.append(chance)
     return sorted((chance for chance in found if chance > 0), reverse=True)
 
@@ -54,7 +54,7 @@ def test_best_first_gives_all_nodes_by_falling_chance_where_deviations_do_not_he
 
 @given(slots(), st.integers(0, 20))
 def test_a_tree_has_every_prefix_once_and_first_choices_first(of: Slots, num: int) -> None:
-    """Parents are before children, and a path of first choices at the columns of its positions."""
+    """Parents are before children, and the path of first choices is at the columns of its positions."""
     tree = tree_of(list(islice(best_first(choices_of(of)), num)))
     assert len(tree.tokens) == min(num, len(every_prefix(of)))
     assert len(set(paths_of(tree))) == 1 + len(tree.tokens)
@@ -88,7 +88,7 @@ def test_the_walk_follows_the_targets_choices() -> None:
 def test_trees_are_no_deeper_than_exactness_allows(
     tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, layout: Layout, deepest: int
 ) -> None:
-    """Chains are: their tokens lie in the columns of their positions."""
+    """Chains may be deeper: their tokens are at the columns of their positions."""
     monkeypatch.setattr("blockpilot.engine.drafting.MAX_DEPTH", 2)
     engine, drafted = Engine(tiny_pair, num_slots=1, max_length=64), list[int]()
     propose = engine._drafter.propose

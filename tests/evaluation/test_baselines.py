@@ -94,7 +94,7 @@ def test_margins_learn_which_tokens_are_accepted() -> None:
         reached = min(accepted + 1, 2)  # the first two are verified
         choices = 2 * np.arange(reached)
         margins_model.learn(proposal.observed(choices, nothing[:reached], np.arange(reached) < accepted))
-    assert (margins_model.of_margin[2] == 0.5).all()
+    assert (margins_model.margin_weights[2] == 0.5).all()
     for margin in (0.5, 2.0, 4.0):
         chances = margins_model.propose(known, candidates(torch.full((3,), margin)), slots).chances
         assert chances.shape == (3, 3, 2)

@@ -1,6 +1,4 @@
-"""Abusers of a server: bodies that never end, answers that nobody reads, early leavers, hostile grammars, absurdities
-and junk.
-"""
+"""Abusive clients: endless bodies, unread answers, disconnects, hostile grammars, absurd parameters, junk."""
 
 import asyncio
 import json
@@ -10,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any
 
-READER_S, ANSWER_S = 15.0, 70.0  # that a slow reader stays, and that any other waits
-LEAVE_S = 1.0  # the most that those stay who leave
-NUM_AT_ONCE = 140  # connections of a flood: more than a gateway has places
+READER_S, ANSWER_S = 15.0, 70.0  # stay of a slow reader, timeout of every abuse
+LEAVE_S = 1.0  # longest stay of a client that disconnects early
+NUM_AT_ONCE = 140  # connections of a flood: more than a gateway accepts
 GRAMMARS = {
     "ambiguous": 'start: e "!"\ne: e e | "a" | "b"',
     "wrong": "start: nowhere",
@@ -33,7 +31,7 @@ VALUES: tuple[Any, ...] = (
 
 
 class Abuser:
-    """A client of one key and one model that means no good."""
+    """A malicious client with one key and one model."""
 
     def __init__(self, port: int, key: str, model: str, seed: int) -> None:
         self._port, self._key, self._model, self._dice = port, key, model, random.Random(seed)
@@ -43,18 +41,18 @@ class Abuser:
         )  # fmt: skip
 
     async def abuse(self) -> str:
-        """Something of its kinds; returns which, and the status that answered it."""
+        """Run a random kind of abuse; returns its name and the status of the answer."""
         kind = self._dice.choice(self._kinds)
         return f"{kind.__name__.strip('_').replace('_', ' ')}: {await _outcome(kind())}"
 
     async def _slow_body(self) -> str:
-        """A body that is announced and does not come."""
+        """A body that is announced but never completed."""
         async with self._connection() as (reader, writer):
             writer.write(self._head(1000) + b'{"model": ')
             return _status(await reader.readline())
 
     async def _slow_reader(self) -> str:
-        """A long answer with all its log probabilities, of which little is read."""
+        """A long answer with log probabilities, of which only the first line is read."""
         body = {"prompt": "Once", "max_tokens": 400, "logprobs": 5, "n": 4, "stream": True, "temperature": 1}
         async with self._connection() as (reader, writer):
             writer.write(self._request(body))
@@ -63,14 +61,14 @@ class Abuser:
             return status
 
     async def _slow_bodies(self) -> str:
-        """As many of them at once as the server has places, and more."""
+        """More concurrent slow bodies than the server accepts."""
         return await _together([self._slow_body() for _ in range(NUM_AT_ONCE)])
 
     async def _slow_readers(self) -> str:
         return await _together([self._slow_reader() for _ in range(NUM_AT_ONCE // 4)])
 
     async def _grammar(self) -> str:
-        """A grammar that stalls, is wrong, or grows with the text; a new one each time, so that none is kept."""
+        """A grammar that stalls, is invalid, or grows with the text; a new one each time, so that none is cached."""
         kind = self._dice.choice(list(GRAMMARS))
         field = "json" if kind == "stalling" else "grammar"
         grammar = GRAMMARS[kind] + " " * self._dice.randint(0, 1000)
@@ -85,14 +83,14 @@ class Abuser:
             return _status(await reader.readline())
 
     async def _leave(self) -> str:
-        """A client that is gone before its answer is."""
+        """A client that disconnects before its answer ends."""
         async with self._connection() as (_, writer):
             writer.write(self._request({"prompt": "Once", "max_tokens": 200, "stream": self._dice.random() < 0.5}))
             await asyncio.sleep(LEAVE_S * self._dice.random())
             return "left"
 
     async def _absurd(self) -> str:
-        """Parameters that nobody means."""
+        """Random parameters, most of them invalid."""
         body: dict[str, Any] = {"prompt": "Once", "max_tokens": 4}
         for _ in range(self._dice.randint(1, 4)):
             body[self._dice.choice(FIELDS)] = self._dice.choice(VALUES)
@@ -101,13 +99,13 @@ class Abuser:
             return _status(await reader.readline())
 
     async def _oversized(self) -> str:
-        """Two mebibytes."""
+        """A prompt of two MiB."""
         async with self._connection() as (reader, writer):
             writer.write(self._request({"prompt": "x" * 2**21}))
             return _status(await reader.readline())
 
     async def _junk(self) -> str:
-        """Bytes that are no HTTP, or no JSON."""
+        """Random bytes in place of HTTP, or of a JSON body."""
         async with self._connection() as (reader, writer):
             junk = self._dice.randbytes(self._dice.randint(1, 2000))
             writer.write(junk if self._dice.random() < 0.5 else self._head(len(junk)) + junk)
@@ -131,19 +129,19 @@ class Abuser:
 
 
 async def _outcome(abuse: Awaitable[str]) -> str:
-    """Outcome of an abuse; an error of the connection is one, too."""
+    """Outcome of an abuse, or the name of its connection error."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await abuse
-    except OSError as error:  # a timeout is one
+    except OSError as error:  # or TimeoutError, a subclass
         return type(error).__name__
 
 
 async def _together(abuses: Sequence[Awaitable[str]]) -> str:
-    """Outcomes of several abuses at once, each named once."""
+    """Distinct outcomes of several concurrent abuses."""
     return ", ".join(sorted(set(await asyncio.gather(*map(_outcome, abuses)))))
 
 
 def _status(line: bytes) -> str:
-    """Status of a response's first line; "closed" where the connection was."""
+    """Status of a response's first line; "closed" if the connection was closed."""
     return line.split()[1].decode(errors="replace") if line.startswith(b"HTTP/") else "closed"

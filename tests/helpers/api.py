@@ -1,4 +1,4 @@
-"""API helpers: a replica in this process, the app over it, its objects, and requests whose client may vanish."""
+"""API helpers: a replica in this process, its app and clients, and requests whose client may disconnect."""
 
 import asyncio
 import json
@@ -35,19 +35,19 @@ def app_of(replica: Replica, **settings: Any) -> FastAPI:
 
 
 class ApiClient(TestClient):
-    """A client whose requests are for the target where their body names no model."""
+    """A client that requests the target if a body names no model."""
 
     def send_body(self, path: str, body: JsonObject) -> Response:
         return self.post(path, json=MODEL | body)
 
     def ask(self, path: str, body: JsonObject) -> JsonObject:
-        """The answer."""
+        """JSON of a successful answer."""
         response = self.send_body(path, body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def refusal(self, path: str, body: JsonObject, *param: str | None, status: int = 400) -> JsonObject:
-        """The error that refuses a body, and names this field."""
+        """Error of a refused body; param: the field that it must name."""
         response = self.send_body(path, body)
         assert response.status_code == status, response.text
         return check_error(response.json(), *param)
@@ -61,7 +61,7 @@ class ApiClient(TestClient):
 
 @contextmanager
 def client_of(replica: Replica, **settings: Any) -> Iterator[ApiClient]:
-    """A client whose requests must have left the engine at the end."""
+    """A client; asserts at the end that no request is left in the engine."""
     json_body = {"Content-Type": "application/json"}
     with ApiClient(app_of(replica, **settings), raise_server_exceptions=False, headers=json_body) as client:
         yield client
@@ -72,7 +72,7 @@ def client_of(replica: Replica, **settings: Any) -> Iterator[ApiClient]:
 
 @contextmanager
 def neighbour(client: ApiClient, body: JsonObject) -> Iterator[None]:
-    """Another client that streams a completion again and again: each text must be that of a whole answer."""
+    """Another client that streams a completion repeatedly; asserts that each text is that of a whole answer."""
     stop, texts = threading.Event(), list[str]()
 
     def ask_again() -> None:
@@ -92,7 +92,7 @@ def neighbour(client: ApiClient, body: JsonObject) -> Iterator[None]:
 
 @contextmanager
 def over_http(app: FastAPI) -> Iterator[str]:
-    """The app over real HTTP as the gateway speaks it, without Ray Serve; the address of its root."""
+    """Root URL of the app, served by the gateway's HTTP server without Ray Serve."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = http_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -112,7 +112,7 @@ def served(pair: Pair, **settings: Any) -> Iterator[ApiClient]:
 
 
 class HttpCall:
-    """One HTTP request to an ASGI app on an event loop that runs in another thread; its client may vanish."""
+    """One HTTP request to an ASGI app on an event loop in another thread; its client may disconnect (`vanish`)."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class HttpCall:
     ) -> None:
         self.status, self.text = 0, ""
         self.loop, self._inbox = loop, asyncio.Queue[JsonObject]()
-        if body is not None:  # else it never arrives
+        if body is not None:  # else the body never arrives
             self._inbox.put_nowait({"type": "http.request", "body": json.dumps(MODEL | body).encode()})
         headers = [(b"content-type", b"application/json")]
         headers += [(b"authorization", f"Bearer {key}".encode())] if key else []

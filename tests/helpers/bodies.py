@@ -1,4 +1,4 @@
-"""Bodies of requests to OpenAI's API, and what is read of their answers."""
+"""Bodies of requests to OpenAI's API, and parsing of the answers."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def text_of(answer: JsonObject) -> str:
 
 
 def events(text: str) -> list[JsonObject]:
-    """The objects of a finished stream."""
+    """JSON objects of a finished event stream."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]

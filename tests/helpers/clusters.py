@@ -1,4 +1,4 @@
-"""A Ray cluster of one head node, beside those that jobs start."""
+"""A Ray cluster of one head node, separate from those that jobs start."""
 
 import contextlib
 import os
@@ -23,8 +23,8 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 @contextmanager
 def head_node(environment: Mapping[str, str]) -> Iterator[str]:
-    """Address of the jobs API of a new one. It starts again if the machine is too busy for Ray's own limit."""
-    folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
+    """Address of a new cluster's jobs API. Retries if the machine is too busy for Ray's time limit."""
+    folder = tempfile.mkdtemp(prefix="bp")  # a short path: Ray puts sockets below it
     log = Path(folder) / "log"
     try:
         for starts_left in reversed(range(NUM_STARTS)):
@@ -37,14 +37,14 @@ def head_node(environment: Mapping[str, str]) -> Iterator[str]:
         try:
             yield dashboard
         finally:
-            head.terminate()  # with --block it takes its processes along
+            head.terminate()  # with --block it also ends its processes
             head.wait(timeout=patient(60))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(environment: Mapping[str, str], folder: str, log: Path) -> "tuple[subprocess.Popen[bytes], str, str]":
-    """The process, and the addresses of its dashboard and of its agent."""
+    """Head process, and the addresses of its dashboard and of its agent."""
     gcs, dashboard, client, agent = free_ports()
     command = [RAY, "start", "--head", "--block", "--num-cpus", "4", "--port", str(gcs)]
     command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
@@ -56,14 +56,14 @@ def _start(environment: Mapping[str, str], folder: str, log: Path) -> "tuple[sub
 
 
 def _is_up(head: "subprocess.Popen[bytes]", dashboard: str, agent: str) -> bool:
-    """True when it has ended, too."""
+    """True if dashboard and agent answer, or the process has ended."""
     if head.poll() is not None:
         return True
     return answers(f"{dashboard}/api/version") and answers(f"{agent}/api/healthz")
 
 
 def free_ports() -> list[int]:
-    """Four ports below those that Ray gives to its workers (10002 to 19999)."""
+    """Four free ports, below those of Ray's workers (10002 to 19999)."""
     sockets: list[socket.socket] = []
     for port in random.sample(range(6000, 10000), k=200):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Commands that refuse their arguments."""
+"""Errors of jobs about invalid arguments."""
 
 import io
 import sys
@@ -12,7 +12,7 @@ from jobs.common.config import ConfigT, main
 
 
 def error_of(config: type[ConfigT], run: Callable[[ConfigT], object], arguments: str) -> str:
-    """What a job says on stderr about bad arguments: one line, with status 2, before Ray starts."""
+    """Error on stderr about invalid arguments; asserts one line, exit status 2, and that Ray has not started."""
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
         patch.setattr(sys, "argv", ["job.py", *arguments.split()])

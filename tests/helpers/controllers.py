@@ -1,4 +1,4 @@
-"""Controllers that tests can look into, or that do as they are told."""
+"""Controllers that record outcomes, or follow a script."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,14 +6,16 @@ import numpy as np
 
 from blockpilot.control.acceptance import OF_PATH, AcceptanceModel, Array
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Controller, Planned, StepOutcome, Verified
+from blockpilot.control.controller import Controller, Planned, StepOutcome, VerifiedNodes
 from blockpilot.control.cost import Load, StepPrice
 
-NOTHING_VERIFIED = Verified(*np.zeros((3, 0), dtype=int), np.zeros((0, len(OF_PATH))), *np.zeros((2, 0), dtype=int))
+NOTHING_VERIFIED = VerifiedNodes(
+    *np.zeros((3, 0), dtype=int), np.zeros((0, len(OF_PATH))), *np.zeros((2, 0), dtype=int)
+)
 
 
 class Watched(Controller):
-    """Records outcomes of steps, which take made-up seconds where these are given."""
+    """Records the outcomes of steps; `seconds`, if given, replaces the measured times."""
 
     def __init__(
         self,
@@ -26,7 +28,7 @@ class Watched(Controller):
         super().__init__(AcceptanceModel(deepest), price, follows=follows)
         self.seconds = seconds
         self.outcomes: list[StepOutcome] = []
-        self.verified: list[Verified] = []
+        self.verified: list[VerifiedNodes] = []
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         self.outcomes.append(outcome)
@@ -35,7 +37,7 @@ class Watched(Controller):
 
 
 class Told(Watched):
-    """Drafts and verifies so much in turn: depths and sizes of trees, of all rows alike, step by step."""
+    """Follows a script: draft depth and tree size of each step, the same for all rows, repeated cyclically."""
 
     def __init__(self, deepest: int, turns: Sequence[tuple[int, int]]) -> None:
         super().__init__(deepest)

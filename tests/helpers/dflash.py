@@ -1,4 +1,4 @@
-"""DFlash network written anew: one head, one query at a time, in float64."""
+"""Reference DFlash network: one head and one query at a time, in float64."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from blockpilot.drafts.dflash import DraftModel
 
 
 class SlowDFlash:
-    """Published weights by name, and the sizes of a Qwen3 configuration."""
+    """Reference network of published weights, by name, with the sizes of a Qwen3 configuration."""
 
     def __init__(self, weights: Mapping[str, Tensor], config: Any) -> None:
         self.weights = {name: value.detach().double() for name, value in weights.items()}
@@ -40,7 +40,7 @@ class SlowDFlash:
             attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
             for h in range(c.num_attention_heads):
                 of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
-                if h % group == 0:  # its keys and values are those of the next heads, too
+                if h % group == 0:  # the heads of a group share keys and values
                     of_kv = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
                     k, v = (p[f"self_attn.{name}_proj.weight"][of_kv] for name in "kv")
                     keys = [rotate(rms(k @ x, p["self_attn.k_norm.weight"], eps), i, theta) for i, x in sources]
@@ -86,7 +86,7 @@ def kernels_of(weights: Mapping[str, Tensor], name: str, read: Tensor) -> Tensor
 
 
 def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
-    """Each token of [B, hidden] with those before it in the block."""
+    """Causal convolution over the tokens of a block [B, hidden]; unchanged without kernels."""
     if kernels is None:
         return x
     found = torch.zeros_like(x)
@@ -98,7 +98,7 @@ def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
 
 
 def slow_lift(weights: Mapping[str, Tensor], hidden: Tensor, before: int, num_tokens: int) -> Tensor:
-    """Scores [num_tokens] that a draft's edges add to all tokens after another; zeros without edges."""
+    """Scores [num_tokens] that a draft's edges add to all tokens after the token `before`; zeros without edges."""
     if "candidate_selector.successor_codebook" in weights:
         names = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
         projection, predecessors, successors = (weights[f"candidate_selector.{name}"] for name in names)

@@ -30,7 +30,7 @@ SOURCE = AnswerSource("tiny", "revision")
 
 
 def random_documents(shapes: Iterable[tuple[int, int]], num_layers: int, seed: int = 0) -> list[Document]:
-    """Documents of (tokens, prompt tokens), with random features of so many layers."""
+    """Documents with these numbers of tokens and prompt tokens, and random features of `num_layers` layers."""
     generator, documents = torch.Generator().manual_seed(seed), []
     for length, num_prompt_tokens in shapes:
         tokens = torch.randint(0, 260, (length,), generator=generator)
@@ -58,9 +58,7 @@ def stored_corpus(pair: Pair, answers: Sequence[Answer], layer_ids: Sequence[int
 
 
 def check_resumed(whole: Any, first: Any, second: Any, num_steps: int) -> int:
-    """Number of steps of a fit; another one that ends after a few, and a third that goes on from its state, take the
-    same steps to the same weights.
-    """
+    """Number of steps of a fit; asserts that a fit resumed after `num_steps` has the same losses and weights."""
     losses, state = [float(sums.loss) for sums in whole.steps()], io.BytesIO()
     assert [float(sums.loss) for sums in islice(first.steps(), num_steps)] == losses[:num_steps]
     torch.save(first.state_dict(), state)

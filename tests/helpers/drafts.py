@@ -1,4 +1,4 @@
-"""Drafts in an engine: made to offer what a test wants, or watched."""
+"""Drafts in an engine, scripted or recorded."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ import torch
 
 from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
-from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.growing import offer
+from blockpilot.engine.growing import score_candidates
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Slots
 from blockpilot.types import Candidates, Request
@@ -18,30 +18,30 @@ from helpers.engines import run
 
 
 def choices_of(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]]) -> Candidates:
-    """What a draft says at temperature 0 that gives tokens [N][k] these chances [N][k]."""
+    """Candidates of a draft at temperature 0: tokens [N][k] with these probabilities [N][k]."""
     log_probs = torch.tensor(chances).log()
     return Candidates(torch.tensor(tokens), log_probs, log_probs, torch.zeros(len(tokens), dtype=torch.bool))
 
 
 def offer_always(engine: Engine, tokens: Sequence[int], chances: Sequence[float]) -> None:
-    """Let the engine's draft offer the same choices at every position."""
+    """Make the engine's draft propose the same tokens at every position."""
     engine._drafter.propose = lambda rows, slots, depths, num: choices_of(  # type: ignore[method-assign]
         [tokens] * sum(depths), [chances] * sum(depths)
     )
 
 
 class Pass(NamedTuple):
-    """What one pass of the draft proposed for its rows, so deep each."""
+    """One pass of the draft: the depth of each row, and the proposed candidates."""
 
     depths: list[int]
-    found: Candidates | Linked
+    found: Candidates | ConditionalCandidates
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
-    """A list that every pass of the engine's draft is added to."""
+    """A list to which every pass of the engine's draft is appended."""
     passes, propose = list[Pass](), engine._drafter.propose
 
-    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | Linked:
+    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | ConditionalCandidates:
         passes.append(Pass(list(depths), propose(rows, slots, depths, num)))
         return passes[-1].found
 
@@ -50,7 +50,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
 
 
 def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine's draft offer, at random ranks with random chances, some right tokens and many wrong ones."""
+    """Make the engine's draft propose some right and many wrong tokens, with random ranks and probabilities."""
     generator = torch.Generator().manual_seed(seed)
 
     def propose(rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> Candidates:
@@ -70,14 +70,14 @@ def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypat
 
 
 def slots_of(of_pass: Pass) -> list[Slots]:
-    """The slots of every row, with the draft's own chances."""
+    """Slots of every row, with the draft's own probabilities."""
     unknown, slots = [False] * len(of_pass.depths), range(len(of_pass.depths))
-    offered = offer(of_pass.found, slots, unknown, of_pass.depths, Controller(AcceptanceModel(1)))
-    return [offered.of_row(r) for r in range(len(of_pass.depths))]
+    offered = score_candidates(of_pass.found, slots, unknown, of_pass.depths, Controller(AcceptanceModel(1)))
+    return [offered.row_slots(r) for r in range(len(of_pass.depths))]
 
 
 class Proposal(NamedTuple):
-    """Final tokens of a row, what was drafted after them, and its sampling."""
+    """Prompt and accepted tokens of a row, the choices drafted after them, and its request."""
 
     tokens: tuple[int, ...]
     found: Slots
@@ -85,14 +85,14 @@ class Proposal(NamedTuple):
 
 
 def proposals_of(engine: Engine, requests: Sequence[Request]) -> list[Proposal]:
-    """All that the draft proposes while an engine runs its requests to their ends."""
+    """All proposals of the draft while an engine runs these requests to their ends."""
     seen, propose = list[Proposal](), engine._drafter.propose
 
-    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | Linked:
+    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | ConditionalCandidates:
         found = propose(rows, slots, depths, num)
-        for row, depth, of_row in zip(rows, depths, slots_of(Pass(list(depths), found)), strict=True):
-            assert len(of_row.tokens) == depth
-            seen.append(Proposal(tuple(row.tokens), of_row, row.request))
+        for row, depth, row_slots in zip(rows, depths, slots_of(Pass(list(depths), found)), strict=True):
+            assert len(row_slots.tokens) == depth
+            seen.append(Proposal(tuple(row.tokens), row_slots, row.request))
         return found
 
     engine._drafter.propose = watched  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""EAGLE-3 draft for tests: a random one, and its network written anew, one token and one head at a time."""
+"""EAGLE-3 drafts for tests: random ones, and a reference network, one token and one head at a time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Cache = list[tuple[Tensor, Tensor]]  # keys and values [kv_heads, head_dim] of t
 def random_eagle3(
     target_config: Any, vocabulary: Tensor, block_size: int = 4, seed: int = 3, head_norms: bool = False
 ) -> Eagle3Model:
-    """A draft with random norms, too, which reads the outputs of target layers 0, 2 and 4."""
+    """A draft with random weights, norms included, that reads the outputs of target layers 0, 2 and 4."""
     torch.manual_seed(seed)
     draft = new_eagle3(target_config, vocabulary, block_size=block_size, target_layer_ids=(0, 2, 4))
     if head_norms:
@@ -32,22 +32,22 @@ def random_eagle3(
 
 
 def eagle3_pair(pair: Pair, target: PreTrainedModel, vocabulary: Tensor, **options: Any) -> Pair:
-    """A target with a random draft, and the tokenizer of a pair."""
+    """This target with a random draft, and the tokenizer of `pair`."""
     draft = random_eagle3(target.config, vocabulary, **options).eval().requires_grad_(False)
     return Pair(pair.id, target.eval().requires_grad_(False), draft, pair.tokenizer)
 
 
 class SlowEagle3:
-    """Published weights by name, and the sizes of a llama configuration."""
+    """Reference network of published weights, by name, with the sizes of a llama configuration."""
 
     def __init__(self, weights: Mapping[str, Tensor], config: Any, norm_before_residual: bool = False) -> None:
         self.weights = {name: value.detach() for name, value in weights.items()}
         self.config, self.norm_before_residual = config, norm_before_residual
-        self._read = dict[tuple[tuple[int, ...], int], tuple[Tensor, Cache]]()  # by text and number of final tokens
-        self._features = dict[tuple[int, ...], Tensor]()  # of final tokens
+        self._read = dict[tuple[tuple[int, ...], int], tuple[Tensor, Cache]]()  # by text and number of known tokens
+        self._features = dict[tuple[int, ...], Tensor]()  # of accepted tokens
 
     def step(self, feature: Tensor, embedded: Tensor, position: int, cache: Cache) -> Tensor:
-        """Hidden state [hidden] after a position, from the target's feature [layers * hidden] or the draft's own."""
+        """Hidden state [hidden] at a position; feature: the target's [layers * hidden], or the draft's last state."""
         w, size = self.weights, self.config.head_dim
         hidden = w["fc.weight"] @ feature if len(feature) > len(embedded) else feature
         normed = self._norm(hidden, "midlayer.hidden_norm")
@@ -75,7 +75,7 @@ class SlowEagle3:
         return self.weights["lm_head.weight"] @ self._norm(hidden, "norm")
 
     def along(self, target: PreTrainedModel, tokens: Sequence[int], num_known: int) -> Tensor:
-        """Scores [draft vocab] after tokens, the first `num_known` of them final. Each beginning is read once."""
+        """Logits [draft vocab] after tokens, of which the first `num_known` are accepted. Prefixes are cached."""
         if (known := tuple(tokens[:num_known])) not in self._features:
             states = target(torch.tensor([known]), output_hidden_states=True).hidden_states
             self._features[known] = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)

@@ -1,4 +1,4 @@
-"""Running an engine to its end, and the text of one-token-at-a-time decoding."""
+"""Runs of an engine to its end, and reference texts by one-token-at-a-time decoding."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def changed_logits(
     answer: Sequence[int],
     barred: Collection[int] = (),
 ) -> torch.Tensor:
-    """Logits [V] of the token after a text as penalties, bias and min_p leave them, by a slow loop in float32."""
+    """Logits [V] of the next token after bias, `barred`, penalties and min_p, by a slow loop in float32."""
     found = logits.numpy().astype(np.float32)
     for token, bias in sampling.logit_bias:
         found[token] += np.float32(bias)
@@ -53,9 +53,9 @@ def changed_logits(
 
 
 def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) -> tuple[int, ...]:
-    """One token at a time by the stock model, without any cache of ours; T = 0 by argmax, T > 0 by the key.
+    """Text of the stock model, one token at a time without our caches: argmax at T = 0, keyed sampling at T > 0.
 
-    A text of the engine that is the stock model's by one pass saves a pass for each token; each text is made once.
+    Cached. One pass of the stock model verifies the engine's text first, which saves a pass for each token.
     """
     return _plain_text(pair, tuple(prompt), num, sampling)
 
@@ -79,7 +79,7 @@ def is_own_text(pair: Pair, prompt: Sequence[int], text: Sequence[int], sampling
 
 @torch.inference_mode()
 def next_tokens(pair: Pair, prompt: Sequence[int], text: Sequence[int], num: int, sampling: Sampling) -> list[int]:
-    """The stock model's choice after each of the last `num` beginnings of a text, by one pass over it."""
+    """The stock model's choices after each of the last `num` prefixes of a text, by one pass over it."""
     from blockpilot.engine.sampling import keyed_sample
 
     logits = pair.target(torch.tensor([[*prompt, *text]]), logits_to_keep=num).logits[0]
@@ -90,7 +90,7 @@ def next_tokens(pair: Pair, prompt: Sequence[int], text: Sequence[int], num: int
 
 
 def resize(engine: Engine, request_id: int, block_size: int) -> None:
-    """Let a row of a fixed block size draft more or less from the next step on, as a controller does with others."""
+    """Change the fixed block size of a row from its next step on."""
     [row] = [row for row in engine._rows if row.request_id == request_id]
     assert row.block_size
     assert row.can_draft or block_size == 1

@@ -39,7 +39,7 @@ def changed(config: EvaluateConfig, **changes: object) -> EvaluateConfig:
 
 
 def write_policy(directory: Path, pair: Pair, block_size: int = 3) -> Path:
-    """A policy that always takes one block size; without a policy the engine would take the trained size, 4."""
+    """A policy that always chooses one block size; without it the engine would use the trained size, 4."""
     outputs = [float(size == block_size) for size in CANDIDATES]
     save_policy(tiny_policy(pair.id, pair.vocab_size, CANDIDATES, outputs=outputs), directory)
     return directory
@@ -71,7 +71,7 @@ def plan_of(
 
 
 class Watched(Evaluator):
-    """The actor, with what it decoded: by method, in the order in which they were interleaved."""
+    """The actor, recording what it decoded: by method, in the order in which they were interleaved."""
 
     def __init__(self, config: EvaluateConfig, plan: Plan) -> None:
         super().__init__(config, plan)
@@ -85,6 +85,6 @@ class Watched(Evaluator):
         return measured
 
     def call(self, method: str, *arguments: int) -> list[MethodRun]:
-        """As `jobs.common.cluster.lone_actor` gives it to the job."""
+        """Result of a method, called as through `jobs.common.cluster.lone_actor`."""
         runs: list[MethodRun] = getattr(self, method)(*arguments)
         return runs

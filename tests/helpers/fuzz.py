@@ -1,4 +1,4 @@
-"""Random requests, pairs of any target to decode them with, and what the stock model answers."""
+"""Random requests, pairs of any target, and checks of answers against the stock model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ def pair_of(target: Any, dtype: torch.dtype) -> Pair:
 
 
 def any_request(rng: np.random.Generator, num_prompt_tokens: int) -> Request:
-    """All sampling fields at random, each off in about half of the requests."""
+    """A request with random sampling fields, each off in about half of the requests."""
 
     def maybe(value: object, off: object) -> object:
         return value if rng.random() < 0.5 else off
@@ -65,7 +65,7 @@ def tables(pair: Pair) -> LLTokenizer:
 
 
 def matcher_of(pair: Pair, request: Request, answer: Sequence[int]) -> LLMatcher | None:
-    """One that has read the whole answer anew."""
+    """A new matcher that has read the answer; None without a constraint."""
     if request.constraint is None:
         return None
     assert isinstance(request.constraint, CompiledGrammar)
@@ -77,23 +77,23 @@ def matcher_of(pair: Pair, request: Request, answer: Sequence[int]) -> LLMatcher
 def next_scores(
     pair: Pair, logits: torch.Tensor, request: Request, answer: Sequence[int], matcher: LLMatcher | None
 ) -> torch.Tensor:
-    """Logits [V] of the next token, changed by all that the request asks for but temperature, top_k and top_p."""
+    """Logits [V] of the next token, after all parameters and masks but temperature, top_k and top_p."""
     barred = request.stop_token_ids if len(answer) < request.min_new_tokens else NEVER
     sampling = request.sampling
     if matcher is not None:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: pair.vocab_size].astype(bool))
         logits = logits.masked_fill(~allowed, -torch.inf)
-        if barred >= set(allowed.nonzero()[:, 0].tolist()):  # the constraint wins, by the target's own logits
+        if barred >= set(allowed.nonzero()[:, 0].tolist()):  # the constraint wins, without bias and penalties
             barred, sampling = NEVER, Sampling(sampling.temperature, min_p=sampling.min_p)
     return changed_logits(logits, sampling, request.prompt_ids, answer, barred)
 
 
 @torch.inference_mode()
 def check_answers(pair: Pair, requests: Sequence[Request], answers: Sequence[Sequence[Step]]) -> None:
-    """Tokens, ends and log probabilities are those of the stock model, by one pass over all texts.
+    """Assert that tokens, ends and log probabilities are those of the stock model, by one pass over all texts.
 
-    Each token is the choice after those before it; requests have no stop strings.
+    Each token is the choice after those before it; requests must not have stop strings.
     """
     texts = [[*request.prompt_ids, *text_of(steps)] for request, steps in zip(requests, answers, strict=True)]
     longest = max(map(len, texts))
@@ -113,14 +113,14 @@ def check_answers(pair: Pair, requests: Sequence[Request], answers: Sequence[Seq
 
 
 def why_it_ends(request: Request, answer: Sequence[int], matcher: LLMatcher | None) -> FinishReason | None:
-    """None if it goes on."""
+    """Finish reason after this answer; None if it continues."""
     if answer[-1] in request.stop_token_ids or (matcher is not None and matcher.is_stopped()):
         return "stop"
     return "length" if len(answer) == request.max_new_tokens else None
 
 
 def check_log_probs(logits: torch.Tensor, text: Sequence[int], request: Request, steps: Sequence[Step]) -> None:
-    """Those of a request's answer and prompt are the stock model's, whose logits [len(text), V] are given."""
+    """Assert that log probabilities of answer and prompt are those of the stock model's logits [len(text), V]."""
     scores, num_prompt = logits.log_softmax(dim=-1), len(request.prompt_ids)
     of_answer = [of_token for step in steps for of_token in step.logprobs]
     for given, num, start, end in (

@@ -1,4 +1,4 @@
-"""Grammars over the tokenizer of bytes."""
+"""Grammars over the byte tokenizer."""
 
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar
@@ -9,7 +9,7 @@ COMPILER = GrammarCompiler(TOKENIZER, 260, frozenset({EOS_ID}))
 
 
 def takes(grammar: Grammar, text: str) -> bool:
-    """True for a whole text of the grammar."""
+    """True if the grammar accepts the whole text."""
     automaton = COMPILER.compile(grammar).start()
     try:
         for token in TOKENIZER(text)["input_ids"]:

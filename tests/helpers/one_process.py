@@ -1,4 +1,4 @@
-"""Trainings in the test's own process: Ray Train's functions of a worker without a cluster, and actors as objects."""
+"""Training in the test's process: Ray Train's worker functions without a cluster, and actors as plain objects."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ Report = tuple[dict[str, Any], State | None]
 
 
 class LocalWorker(LocalTrainFnUtils):
-    """Ray Train's local mode, which forgets a checkpoint whose folder is temporary: its state is read at once."""
+    """Ray Train's local mode, which loses checkpoints in temporary folders: their state is read immediately."""
 
     def __init__(self, rank: int, num_workers: int) -> None:
         super().__init__("training", world_size=num_workers, world_rank=rank)
@@ -40,7 +40,7 @@ def reports_of(work: Callable[[], None], rank: int = 0, num_workers: int = 1) ->
 
 
 def train(work: Callable[[], None], *_: object) -> tuple[State, dict[str, Any]]:
-    """As `jobs.common.ray_train.train`, with one worker."""
+    """Replacement of `jobs.common.ray_train.train` with one worker."""
     metrics, state = reports_of(work)[-1]
     assert state is not None
     return state, metrics
@@ -49,6 +49,6 @@ def train(work: Callable[[], None], *_: object) -> tuple[State, dict[str, Any]]:
 def pooled(
     worker: Callable[[Any], Any], argument: Any, tasks: Sequence[Any], method: str, *_: object
 ) -> Iterator[Any]:
-    """As `jobs.common.cluster.pooled`, with one actor."""
+    """Replacement of `jobs.common.cluster.pooled` with one actor."""
     if tasks:
         yield from map(getattr(worker(argument), method), tasks)

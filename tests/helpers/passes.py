@@ -1,4 +1,4 @@
-"""Counts of the forward passes that a pair's models make."""
+"""Counts of forward passes of a pair's models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ class Passes(NamedTuple):
 
 @contextmanager
 def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
-    """Count the passes of both models; the function that it gives returns those since its last call.
+    """Count the passes of both models; yields a function that returns those since its last call.
 
-    A pass of the target is one of its transformer body, with or without the LM head, a pass of the draft one of its
-    network (not counted of EAGLE-3). Putting context into the draft's cache is none.
+    A pass of the target is one of its transformer body, with or without the LM head; a pass of the draft is one of
+    its network (not counted for EAGLE-3). Adding context to the draft's cache is not a pass.
     """
     counts, embedding = [0, 0], pair.target.get_input_embeddings()
 
@@ -32,7 +32,7 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
         passes, counts[:] = Passes(*counts), [0, 0]
         return passes
 
-    # The models' own passes end in their norm; the prepared ones are calls of their decoder.
+    # A pass of a stock model ends in its norm; a pass of a prepared model is a call of its decoder.
     bodies = [(i, body) for i, body in enumerate((pair.target.model, pair.draft)) if hasattr(body, "norm")]
     hooks = [body.norm.register_forward_hook(lambda *_, i=i: count(i)) for i, body in bodies]
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +46,7 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
 
 
 def _before(patch: pytest.MonkeyPatch, kind: type, name: str, call: Callable[[Any], object]) -> None:
-    """Have a function called with the object before every call of its method."""
+    """Patch a method so that every call is preceded by `call` with its object."""
     method = getattr(kind, name)
 
     def wrapped(self: object, *args: Any, **options: Any) -> Any:

@@ -10,7 +10,7 @@ needs_functions = pytest.mark.skipif(not has_functions(), reason="paths need the
 
 
 def paths(lengths: list[int], most: int = 8, drawn: int = 0, agree: float = 1.0) -> Paths:
-    """Paths of rows that share so many tokens with an earlier place; rows that share 0 have none."""
+    """Paths of rows after matches of these lengths; a row with length 0 has no path."""
     known = np.array([[float(length), agree, 0.5] for length in lengths])
     sizes = np.where(known[:, 0] > 0, most, 0)
     tokens = np.arange(len(lengths) * most, dtype=np.int32).reshape(len(lengths), most)

@@ -1,8 +1,7 @@
-"""How long tests wait for others: until nothing has happened for long, however busy the machine is.
+"""Waits of tests, with time limits that adapt to the load of the machine.
 
-A limit is in seconds of a machine that does nothing else. It is longer by one factor (BLOCKPILOT_TEST_PATIENCE, by
-default 3), since it only ends what hangs. While more processes want to run than there are cores, its time passes as
-much slower as each of them does.
+A limit is in seconds of an idle machine, times a factor (BLOCKPILOT_TEST_PATIENCE, by default 3), since it only ends
+what hangs. While more processes are runnable than there are cores, its time passes proportionally slower.
 """
 
 import os
@@ -12,16 +11,16 @@ from pathlib import Path
 
 FACTOR = float(os.environ.get("BLOCKPILOT_TEST_PATIENCE", "3"))
 LOAD = Path("/proc/loadavg")
-MOST_PROGRESS = 10  # limits in all: what goes on and on without an end hangs, too
+MOST_PROGRESS = 10  # longest wait, in limits: progress without an end is a hang, too
 
 
 def patient(seconds: float) -> float:
-    """A limit for waits that cannot be polled, such as a client's timeout."""
+    """Limit of a wait that cannot be polled, such as a client's timeout."""
     return seconds * FACTOR
 
 
 class Patience:
-    """Limit of a wait: `left` is false when it has passed. Poll it, for its time is counted between two polls."""
+    """Limit of a wait: `left` is False after it. Must be polled: time is counted between two polls."""
 
     def __init__(self, limit_s: float) -> None:
         self._left_s, self._last = limit_s, time.monotonic()
@@ -35,7 +34,7 @@ class Patience:
 
 
 def crowd() -> float:
-    """Processes that want to run for each core, at least 1."""
+    """Runnable processes per core, at least 1."""
     try:
         running = int(LOAD.read_text().split()[3].split("/")[0])
     except (OSError, ValueError, IndexError):  # not Linux
@@ -52,9 +51,9 @@ def wait_until(
     factor: float = FACTOR,
     poll_s: float = 0.02,
 ) -> None:
-    """Return once the condition holds. TimeoutError, with what was `said`, after so long without progress.
+    """Return once the condition holds. TimeoutError, with `said()`, after the limit without progress.
 
-    A factor of 1 is for tests of how long something takes.
+    A factor of 1 is for tests of durations.
     """
     limit_s *= factor
     whole, patience, before = Patience(limit_s * MOST_PROGRESS), Patience(limit_s), progress()

@@ -1,4 +1,4 @@
-"""Tiny policies, for tests that need one of a certain kind and do not care how it was trained."""
+"""Tiny policies of each kind, for tests that do not depend on their training."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +23,7 @@ def tiny_policy(
     training: Mapping[str, Scalar] | None = None,
     seed: int = 0,
 ) -> PromptPolicy:
-    """Kind `prompt` with random weights; with `outputs`, whatever it sees, the network says these."""
+    """Policy of kind `prompt` with random weights; with `outputs`, the network always returns these."""
     torch.manual_seed(seed)
     network = PolicyNetwork(NetworkShape(vocab_size, len(candidates), hidden=8), torch.arange(vocab_size))
     torch.nn.init.normal_(network.rows)
@@ -45,15 +45,15 @@ def step_policy(
     training: Mapping[str, Scalar] | None = None,
     seed: int = 0,
 ) -> StepPolicy:
-    """Kind `step` with random weights of this scale; `bias` is added to the logit of every choice."""
+    """Policy of kind `step` with random weights of this scale; `bias` is added to the logit of every choice."""
     weights = np.random.default_rng(seed).normal(0, scale, (2, NUM_WEIGHTS))
     weights[:, 5:11] += bias
     return StepPolicy(weights, StepInfo(pair, vocab_size, dict(training or {})), price)
 
 
 def choosy_policy(pair: PairId, vocab_size: int, at: tuple[float, float]) -> StepPolicy:
-    """Kind `step`: whether a first choice is expected to be right turns on small differences of the draft's own logit
-    around `at`, of slots at temperature 0 and of drawn ones.
+    """Policy of kind `step`: the acceptance probability of first choices rises steeply where the draft's logit is
+    near `at`, of greedy and of sampled slots.
     """
     weights = np.zeros((2, NUM_WEIGHTS))
     weights[:, 0] = 20.0

@@ -1,4 +1,4 @@
-"""MLflow, imported as jobs do it: with the environment of `jobs.common.registry`, which it reads at import."""
+"""MLflow, imported as in jobs: with the environment of `jobs.common.registry`, which it reads at import."""
 
 from jobs.common.registry import _clear_errors
 

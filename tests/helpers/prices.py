@@ -1,4 +1,4 @@
-"""Step prices that are known in advance."""
+"""Step costs with given coefficients."""
 
 import dataclasses
 from typing import Any
@@ -13,10 +13,10 @@ _PRICE = StepPrice(
 
 
 def price(**changes: Any) -> StepPrice:
-    """A second for every step, unless told; what is not named is free."""
+    """Step cost of one second with these changes; all other coefficients are 0."""
     return dataclasses.replace(_PRICE, **changes)
 
 
 def linear_price(per_token: float) -> StepPrice:
-    """A second, and so many for every drafted token, half of it where it is verified."""
+    """Step cost of one second, plus `per_token` for every token: half to draft it, half to verify it."""
     return price(slot_s=per_token / 2, token_s=per_token / 2)

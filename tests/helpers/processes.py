@@ -1,4 +1,4 @@
-"""Jobs as processes that a test can kill, and finding the processes below them."""
+"""Jobs as processes that a test can kill, and searches for their descendants."""
 
 import atexit
 import multiprocessing
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from helpers.patience import wait_until
 
-# Importing torch, transformers and Ray takes longer than what most tests do: their jobs are forked from one process
-# that has imported them, and MLflow.
+# Importing torch, transformers and Ray takes longer than most tests: jobs are forked from one process that has
+# imported them, and MLflow.
 _FORKS = multiprocessing.get_context("forkserver")
 _JOBS = "evaluate", "serve", "sweep", "train", "train_draft"
 _FORKS.set_forkserver_preload([*(f"jobs.{job}" for job in _JOBS), "helpers.preloaded"])
 
 
 class Job:
-    """A Python program in a process of its own, as `python script arguments` would run it.
+    """A Python program in a separate process, as `python script arguments` would run it.
 
     Standard output and errors go to the file `output`.
     """
@@ -39,14 +39,14 @@ class Job:
         return self._process.exitcode
 
     def wait(self, limit_s: float) -> int:
-        """The exit code. TimeoutError, with what the program has said, when it has said nothing new for so long."""
+        """The exit code. TimeoutError, with the program's output, after limit_s without new output."""
         wait_until(lambda: self.poll() is not None, limit_s, lambda: self.log, progress=self._size)
         code = self.poll()
         assert code is not None
         return code
 
     def wait_for(self, condition: Callable[[], object], limit_s: float = 300) -> None:
-        """Return once the condition holds. As `wait`; AssertionError if the program ends before that."""
+        """Return once the condition holds. Errors of `wait`; AssertionError if the program ends before that."""
 
         def holds() -> bool:
             ended = self.poll() is not None
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def log(self) -> str:
-        """What it has said."""
+        """Output so far."""
         return self.output.read_text()
 
 
@@ -92,11 +92,11 @@ def _run(command: list[str], cwd: str, env: dict[str, str], output: str) -> None
             sys.path.insert(0, str(Path(command[0]).parent))
             runpy.run_path(command[0], run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # a forked process leaves without; Ray ends its cluster in one
+        atexit._run_exitfuncs()  # a forked process skips them; one of them ends Ray's cluster
 
 
 def descendants(ancestor: int, name: str) -> list[int]:
-    """Pids below `ancestor` whose command line holds `name`."""
+    """Pids of descendants of `ancestor` whose command line contains `name`."""
     parents: dict[int, int] = {}
     commands: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -113,7 +113,7 @@ def descendants(ancestor: int, name: str) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """False once it has ended, though nobody waited for it."""
+    """False once the process has ended, even as a zombie."""
     try:
         return bool((Path("/proc") / str(pid) / "cmdline").read_text())
     except OSError:
@@ -121,7 +121,7 @@ def is_running(pid: int) -> bool:
 
 
 class Listener(NamedTuple):
-    """A TCP socket that listens."""
+    """A listening TCP socket."""
 
     command: str
     port: int
@@ -129,7 +129,7 @@ class Listener(NamedTuple):
 
 
 def listeners(ancestor: int) -> list[Listener]:
-    """Listening sockets of all processes below `ancestor`, once for each process that holds one (Linux)."""
+    """Listening sockets of all descendants of `ancestor`, once for each process that has them open (Linux)."""
     found = []
     for pid in descendants(ancestor, ""):
         folder = Path("/proc") / str(pid)

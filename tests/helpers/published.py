@@ -1,4 +1,4 @@
-"""The named pairs as their publishers wrote them (transformers 4), and small checkpoints of the same form."""
+"""Configurations of the named pairs as published (transformers 4), and small checkpoints in the same formats."""
 
 import json
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ _QWEN35: Json = {
 
 
 def _draft(**changes: Any) -> Json:
-    """Qwen3-4B-DFlash-b16's config.json, and others by what differs."""
+    """Qwen3-4B-DFlash-b16's config.json with changes."""
     written = _QWEN3 | {
         **{"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}},
         **{"block_size": 16, "num_hidden_layers": 5, "max_window_layers": 5, "num_target_layers": 36},
@@ -123,7 +123,7 @@ _OF_QWEN35: Json = {
 
 
 def _deepspec(target: Json, **changes: Any) -> Json:
-    """Config.json of DeepSpec's drafts: the target's, with options at the top level."""
+    """Config.json of DeepSpec's drafts: the target's fields, with options at the top level."""
     kept = {key: value for key, value in target.items() if key != "torch_dtype"}
     options = {"dtype": "bfloat16", "num_target_layers": 36, "target_layer_ids": _LAYERS}
     return kept | options | {"tie_word_embeddings": False} | changes
@@ -141,7 +141,7 @@ _DEEPSPEC_EAGLE3: Json = {
 
 
 def _speculators(network: Json, kind: str, num_drafted: int, **changes: Any) -> Json:
-    """Config.json of vLLM's speculators: the network's in a part of its own."""
+    """Config.json of vLLM's speculators: the network's configuration is nested."""
     methods = [{"proposal_type": "greedy", "speculative_tokens": num_drafted}]
     return {
         **{"speculators_model_type": kind, "dtype": "float32", "target_hidden_size": None},
@@ -168,7 +168,7 @@ _EAGLE3_LLAMA: Json = _LLAMA | {
 
 
 class PublishedPair(NamedTuple):
-    """Configurations of target and draft, and the tokens of a step that the draft was trained for."""
+    """Configurations of target and draft, and the block size that the draft was trained for."""
 
     target: Json
     draft: Json
@@ -194,7 +194,7 @@ PUBLISHED = {
 """By the name of the pair."""
 
 EOS = {"qwen3": [257, 256], "llama": [259, 258, 257], "qwen3_moe": [257, 256], "qwen3_5": [257, 256]}
-VOCAB_SIZE, MASK_ID = 300, 269  # the tokenizer has 260 tokens: as with Qwen3, rows of the embedding have no text
+VOCAB_SIZE, MASK_ID = 300, 269  # the tokenizer has 260 tokens: as with Qwen3, the embedding has more rows
 _SMALL: Json = {
     **{"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"vocab_size": VOCAB_SIZE, "bos_token_id": 256, "initializer_range": 0.2},
@@ -215,7 +215,7 @@ def text_config(name: str) -> Json:
 
 
 def small_target(name: str, directory: Path, **changes: Any) -> Path:
-    """A random checkpoint in shards, with the pair's own config.json but for its sizes; `changes` are to that."""
+    """A random target checkpoint in shards; its config.json is the pair's with small sizes and `changes`."""
     written, text = PUBLISHED[name].target, text_config(name)
     family = written["model_type"]
     small = _SMALL_TARGET | {"eos_token_id": EOS[family] if family == "llama" else EOS[family][0]}
@@ -236,7 +236,7 @@ def small_target(name: str, directory: Path, **changes: Any) -> Path:
 
 
 def _new_target(config: Json) -> PreTrainedModel:
-    """The network of a config.json, its weights random."""
+    """The network of a config.json with random weights."""
     parsed = AutoConfig.for_model(**json.loads(json.dumps(config)))
     if "text_config" in config:
         return Qwen3_5ForConditionalGeneration(parsed)
@@ -245,7 +245,7 @@ def _new_target(config: Json) -> PreTrainedModel:
 
 
 def new_draft(config: Json) -> Draft:
-    """The network of a config.json, its weights random."""
+    """The network of a config.json with random weights."""
     config = json.loads(json.dumps(config))
     if set(config["architectures"]) & set(EAGLE3_ARCHITECTURES):
         return Eagle3Model(*parse_eagle3(config))
@@ -253,7 +253,7 @@ def new_draft(config: Json) -> Draft:
 
 
 def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
-    """tokenizer.json and tokenizer_config.json, as transformers 4 writes them."""
+    """Write tokenizer.json and tokenizer_config.json as transformers 4 does."""
     byte_tokenizer().backend_tokenizer.save(str(directory / "tokenizer.json"))
     written = {"tokenizer_class": kind, "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": CHAT_TEMPLATE}
     written |= {"model_max_length": 131072, "clean_up_tokenization_spaces": False} | changes
@@ -262,21 +262,21 @@ def write_tokenizer(directory: Path, kind: str, **changes: Any) -> None:
 
 @cache
 def shapes(name: str) -> Pair:
-    """The pair in bfloat16, without its weights' memory."""
+    """The pair in bfloat16 on the meta device, without memory for weights."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             target, draft = _new_target(text_config(name)), new_draft(PUBLISHED[name].draft)
     finally:
         torch.set_default_dtype(torch.float32)
-    if isinstance(draft, Eagle3Model):  # its LM head is of these tokens
+    if isinstance(draft, Eagle3Model):  # token ids of its LM head, not on the meta device
         draft.d2t = torch.zeros(len(draft.d2t), dtype=torch.int64)
     no_tokenizer: Any = None
     return Pair(PairId("target", "0", "draft", "0"), target, draft, no_tokenizer)
 
 
 def small_draft(name: str, directory: Path, **changes: Any) -> Path:
-    """A random checkpoint with the pair's own config.json of the draft but for its sizes; `changes` are to that."""
+    """A random draft checkpoint; its config.json is the pair's with small sizes and `changes`."""
     config = _small_draft(PUBLISHED[name].draft) | changes
     torch.manual_seed(2)
     draft = new_draft(config)
@@ -314,7 +314,7 @@ def _small_draft(written: Json) -> Json:
 
 
 def write_draft(directory: Path, config: Json, weights: Mapping[str, Tensor]) -> Path:
-    """A draft's checkpoint of this config.json."""
+    """Write a draft's checkpoint with this config.json; returns its directory."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")

@@ -59,7 +59,7 @@ class Server:
     def until(
         self, name: str, wanted: Mapping[str, object], limit_s: float = 30, factor: float = FACTOR
     ) -> dict[str, Any]:
-        """A model's entry in /health once it has these values; as `wait_until`."""
+        """A model's entry in /health once it has these values; limits as in `wait_until`."""
         found: dict[str, Any] = {}
 
         def holds() -> bool:
@@ -77,8 +77,8 @@ class Server:
 def serving(
     arguments: list[str], folder: Path, port: int, host: str = "127.0.0.1", **variables: str
 ) -> Iterator[Server]:
-    """The server of a command line, until SIGTERM; `variables` are added to its environment."""
-    # Ray would also start idle workers, which no replica can use for its environment.
+    """Server of a command line, ended by SIGTERM; `variables` are added to its environment."""
+    # Ray would also start idle workers, which no replica can use because of its environment.
     alone = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_prestart_worker_first_driver": "0"}
     environment = os.environ | alone | variables
     process = Job(arguments, cwd=folder, env=environment, output=folder / f"server-{port}.log")
@@ -92,7 +92,7 @@ def serving(
 
 @contextmanager
 def configured(config: Mapping[str, Any], folder: Path, **variables: str) -> Iterator[Server]:
-    """The server of a ServeConfig's fields."""
+    """Server with these fields of a ServeConfig."""
     port = free_port()
     with serving(["-c", RUN, json.dumps({**config, "port": port})], folder, port, **variables) as server:
         yield server

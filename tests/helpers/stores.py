@@ -1,4 +1,4 @@
-"""An MLflow store that several processes create at once."""
+"""An MLflow store that several processes create concurrently."""
 
 CREATE = """
 import sys

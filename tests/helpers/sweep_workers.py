@@ -1,4 +1,4 @@
-"""A worker of a sweep that starts at once, for tests of how workers are lost."""
+"""A sweep worker that starts immediately, for tests of lost workers."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from blockpilot.sweep.rows import Metadata, Outcome, SweepRow
 
 
 class KnownRows:
-    """It knows its rows by prompt, and takes as long for each task; one prompt ends its process."""
+    """Returns given rows by prompt, after the same time for each task; the prompt `fatal` ends its process."""
 
     def __init__(self, metadata: Metadata, rows: Mapping[str, SweepRow], fatal: str) -> None:
         self._metadata, self._rows, self._fatal = metadata, rows, fatal

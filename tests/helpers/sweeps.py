@@ -1,4 +1,4 @@
-"""Synthetic rows of a dense sweep, whose best candidate and depth are known functions of what is recorded."""
+"""Synthetic rows of a dense sweep, whose best candidate and depth are known functions of the recorded values."""
 
 import dataclasses
 from functools import cache
@@ -16,9 +16,9 @@ from blockpilot.types import PairId
 CANDIDATES = [2, 4, 6, 8]
 VOCAB_SIZE = 64
 CONTEXT_SIZE, ANCHOR_SIZE = 8, 6
-NUM_ANCHORS, NUM_PLACES = 40, 8  # of every synthetic row; places are those whose step is recorded
-DEPTH = 7  # slots that its draft proposes choices for
-LEADS, TRAILS = 0.9, 0.1  # chance that a draft is right at all: of the row's best candidate, and of the others
+NUM_ANCHORS, NUM_PLACES = 40, 8  # of every synthetic row; places: anchors with a recorded step
+DEPTH = 7  # slots with choices of the draft
+LEADS, TRAILS = 0.9, 0.1  # probability that any draft is accepted: best candidate of the row, others
 PAIR = PairId("org/Target-1B", "rev-t", "org/draft", "rev-d")
 
 
@@ -28,27 +28,27 @@ def metadata(**changes: object) -> Metadata:
 
 
 def read_sweep(place: Place) -> Sweep:
-    """All of `read_parts` at once."""
+    """The whole sweep from `read_parts`."""
     parts = list(read_parts(place))
     return Sweep([row for part in parts for row in part.rows], parts[0].metadata)
 
 
 # --- synthetic rows ---
 #
-# A row has a best candidate, whose drafts are often right where those of the others seldom are: the heaviest in its
-# probs, the largest of the first four entries of its context. An anchor has a depth, the number of drafts that are
-# right if any are: one less than the candidate that is the largest in the sum of its context and its embedding.
+# A row has a best candidate, whose drafts are often accepted, unlike those of others. It has the largest mass in
+# probs and the largest of the first four context values. An anchor has a depth, the number of its accepted drafted
+# tokens if there are any: the candidate with the largest sum of context and embedding, minus one.
 
 
 def heaviest(ids: list[int], probs: list[float]) -> tuple[int, float]:
-    """The known function: ids belong to candidates in turn, the heaviest candidate wins. With its lead."""
+    """Best candidate and its lead in mass; token i belongs to candidate i % 4."""
     mass = [sum(p for i, p in zip(ids, probs, strict=True) if i % 4 == c) for c in range(4)]
     order = sorted(range(4), key=lambda c: mass[c])
     return order[-1], mass[order[-1]] - mass[order[-2]]
 
 
 def _distribution(generator: torch.Generator) -> tuple[list[int], list[float]]:
-    """Six random ids with probabilities that one candidate wins clearly."""
+    """Six random ids with probabilities in which one candidate leads clearly."""
     while True:
         ids = sorted(torch.randperm(VOCAB_SIZE, generator=generator)[:6].tolist())
         weights = torch.rand(6, generator=generator) ** 2 + 1e-3
@@ -58,14 +58,14 @@ def _distribution(generator: torch.Generator) -> tuple[list[int], list[float]]:
 
 
 def _context(best: int, generator: torch.Generator) -> Tensor:
-    """[CONTEXT_SIZE] random values, of the first four the best candidate's by far the largest."""
+    """Random values [CONTEXT_SIZE]; the best candidate's is the largest of the first four by at least 1."""
     context = torch.randn(CONTEXT_SIZE, generator=generator)
     context[best] = context[:4].max() + 1
     return context
 
 
 def _vectors_of_steps(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(contexts, embeddings, index of the candidate that says the depth) of every anchor."""
+    """(contexts, embeddings, index of the candidate that gives the depth) of every anchor."""
     contexts = torch.randn(NUM_ANCHORS, CONTEXT_SIZE, generator=generator)
     embeddings = torch.randn(NUM_ANCHORS, ANCHOR_SIZE, generator=generator)
     largest = (contexts[:, :4] + embeddings[:, :4]).argmax(dim=1)
@@ -74,7 +74,7 @@ def _vectors_of_steps(generator: torch.Generator) -> tuple[Tensor, Tensor, Tenso
 
 
 def synthetic_rows(num_rows: int, seed: int, signal: bool = True, trails: float = TRAILS) -> list[SweepRow]:
-    """Rows of a dense sweep. Without a signal what is best and how deep does not depend on what is known."""
+    """Rows of a dense sweep. Without a signal, best candidates and depths do not depend on the recorded values."""
     return list(_rows(num_rows, seed, signal, trails))
 
 
@@ -93,7 +93,7 @@ def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> 
         best = int(torch.randint(0, 4, (1,), generator=generator))
         largest = torch.randint(0, 4, (NUM_ANCHORS,), generator=generator)
     depths = torch.tensor(CANDIDATES)[largest] - 1
-    room = torch.arange(NUM_ANCHORS - 1, -1, -1)  # drafts that the length of the answer leaves
+    room = torch.arange(NUM_ANCHORS - 1, -1, -1)  # drafted tokens that the answer's length leaves
     accepted: list[list[int]] = []
     for c, block_size in enumerate(CANDIDATES):
         right = torch.rand(NUM_ANCHORS, generator=generator) < (LEADS if c == best else trails)
@@ -130,8 +130,8 @@ def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> 
 
 
 def with_choices(row: SweepRow, seed: int, *, depth: int = DEPTH, rightness: float = 0.7) -> SweepRow:
-    """The row with what the draft proposed at its recorded places, of which choices are right `rightness` times as
-    often as the draft says, at every temperature alike.
+    """The row with choices of the draft at its recorded places, accepted `rightness` times as often as the draft's
+    probabilities say, the same at every temperature.
     """
     generator, num = torch.Generator().manual_seed(seed), len(row.step_places)
     logits = 2 * torch.randn(num, depth, NUM_CHOICES + 2, generator=generator)
@@ -140,5 +140,5 @@ def with_choices(row: SweepRow, seed: int, *, depth: int = DEPTH, rightness: flo
     ranks = (torch.rand(num, depth, 1, generator=generator) > chances.cumsum(dim=-1)).sum(dim=-1)
     scores = log_probs.half().numpy().astype("<f2").tobytes()
     found = np.where(ranks.numpy() < NUM_CHOICES, ranks.numpy(), -1).astype(np.int8)
-    found[:, 1:][(found < 0).cumsum(axis=1)[:, :-1] > 0] = -2  # below none of them nothing is known
+    found[:, 1:][(found < 0).cumsum(axis=1)[:, :-1] > 0] = -2  # unknown below a slot without an accepted choice
     return dataclasses.replace(row, step_ranks=found.tobytes(), step_scores=scores, step_log_probs=scores)

@@ -1,4 +1,4 @@
-"""Slow searches of texts: for an earlier place that ends alike, and for a stop string."""
+"""Slow reference searches of texts: for the longest match of their end, and for stop strings."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from blockpilot.native.matching import LONGEST, MOST_FOLLOWERS, MOST_PLACES
 
 
 def slow_match(tokens: Sequence[int], most: int) -> tuple[int, list[int], float, int]:
-    """Length, what followed, and the share of places, of how many, that it followed: zeros for none."""
+    """Longest match of a text's end: length, followers, share of matches with the first one, their number; or 0s."""
     places = [p for p in range(1, len(tokens) - 1) if tokens[p - 1 : p + 1] == tokens[-2:]][::-1][:MOST_PLACES]
     best, start = 0, 0
     for place in places:
@@ -25,7 +25,7 @@ def slow_match(tokens: Sequence[int], most: int) -> tuple[int, list[int], float,
 
 
 def slow_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the stop string that is complete first, and what is held back while none is."""
+    """Text before the first complete stop string; if there is none, the rest that is held back."""
     for end in range(len(text) + 1):
         found = [s for s in stops if text[:end].endswith(s)]
         if found:

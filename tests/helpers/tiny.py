@@ -1,4 +1,4 @@
-"""A tiny random target and draft with a tokenizer of bytes."""
+"""Tiny random targets and drafts, and byte tokenizers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As `byte_tokenizer`, with the bytes as pieces `<0xNN>` and one word, in Llama 2's manner."""
+    """Variant of `byte_tokenizer` in Llama 2's format: bytes are pieces `<0xNN>`, plus one word."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab |= {"<pad>": 256, "<eos>": EOS_ID, "<mask>": MASK_ID, "\u2581a": 259}
     backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
@@ -60,7 +60,7 @@ def _model(family: str, seed: int, sizes: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def _spread(model: Any, mean: float | None, std: float) -> Any:
-    """The model with random norms around `mean`, or around what they are, and random scales."""
+    """The model with random norms around `mean`, or around their values if None, and random scales."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name or "dt_bias" in name:
             weight.add_(std * torch.randn_like(weight)) if mean is None else weight.normal_(mean, std)
@@ -75,7 +75,7 @@ def tiny_target(seed: int = 0, **changes: Any) -> Any:
 
 
 def tiny_mixture(seed: int = 0, **changes: Any) -> Any:
-    """A Qwen3-MoE, its first layer dense."""
+    """A Qwen3-MoE whose first layer is dense."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
     return _model("qwen3_moe", seed, SHAPE | {"head_dim": 12} | experts | changes)
 
@@ -109,8 +109,8 @@ def tiny_gemma4(seed: int = 0, **changes: Any) -> Any:
 
 
 def tiny_gemma4_of_all_parts(seed: int = 0, **changes: Any) -> Any:
-    """As `tiny_gemma4`, with all that published ones have: experts beside the MLPs, inputs of every layer, and upper
-    layers that read the keys of lower ones."""
+    """A `tiny_gemma4` with all parts of the published models: experts next to the MLPs, per-layer inputs, and upper
+    layers that share the keys and values of lower ones."""
     experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
     inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 260}
     shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 4}
@@ -128,7 +128,7 @@ GPT_OSS: dict[str, Any] = {
 
 
 def tiny_gpt_oss(seed: int = 0, **changes: Any) -> Any:
-    """A gpt-oss, every other layer with a window, whose sinks and bounds matter."""
+    """A gpt-oss, every other layer with a window; random sinks and biases, so that sinks and bounds matter."""
     model = _model("gpt_oss", seed, SHAPE | GPT_OSS | changes)
     for name, weight in model.named_parameters():
         if "sinks" in name or "bias" in name:
@@ -146,7 +146,7 @@ def tiny_sliding(seed: int = 0) -> Any:
     return tiny_qwen3(seed, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
 
 
-# Smaller weights than those of the others: transformers' chunks round away from the recurrent rule.
+# Smaller weights than in the others: transformers' chunked rule deviates from the recurrent one by rounding.
 HYBRID: dict[str, Any] = {
     **{"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "head_dim": 24, "initializer_range": 0.1, "num_hidden_layers": 4},
@@ -174,7 +174,7 @@ DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv
 def tiny_draft(
     target: PreTrainedModel, block_size: int = 4, seed: int = 1, num_layers: int = 2, **parts: Any
 ) -> DraftModel:
-    """A random draft, with random edges and convolutions where its parts (`DraftOptions`) ask for them."""
+    """A random draft, with random edges and convolutions if its parts (`DraftOptions`) include them."""
     torch.manual_seed(seed)
     shape = {"num_layers": num_layers, "block_size": block_size}
     draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, **shape, **parts))

@@ -1,4 +1,4 @@
-"""Synthetic sweeps on disk, with their step cost, and the examples that a training makes of them."""
+"""Synthetic sweeps on disk, with their step cost, and the training examples made from them."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ def dataset(folder: Path, **config: object) -> Dataset:
 
 
 def run_job(folder: Path, *arguments: object) -> tuple[int, str]:
-    """The job as a user runs it, in a folder where nothing is set up: exit code, and what it said."""
+    """Exit code and output of the job, run as a user does, in a folder without any setup."""
     output = folder.with_suffix(".said")
     job = Job([ROOT / "jobs" / "train.py", *arguments], cwd=folder, env=environment(), output=output)
     return job.wait(100), job.log

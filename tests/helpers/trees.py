@@ -1,19 +1,19 @@
-"""Trees of nodes that tests write down."""
+"""Trees from lists of nodes."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from blockpilot.control.choose import Trees
-from blockpilot.engine.growing import Grown, as_arrays, trees_of
+from blockpilot.engine.growing import GrownTrees, as_arrays, trees_of
 from blockpilot.engine.trees import Node
 from blockpilot.types import Tree
 
 
-def grown_of(nodes_of_rows: Sequence[Sequence[Node]]) -> Grown:
-    """All nodes of rows in the first slots, grown and selected."""
+def grown_of(nodes_of_rows: Sequence[Sequence[Node]]) -> GrownTrees:
+    """Grown trees of rows in the first slots, with all nodes selected."""
     nodes = as_arrays(nodes_of_rows, max(map(len, nodes_of_rows)))
-    return Grown(range(len(nodes_of_rows)), nodes, nodes.num, *trees_of(nodes, nodes.num))
+    return GrownTrees(range(len(nodes_of_rows)), nodes, nodes.num, *trees_of(nodes, nodes.num))
 
 
 def tree_of(nodes: Sequence[Node]) -> Tree:
@@ -21,8 +21,8 @@ def tree_of(nodes: Sequence[Node]) -> Tree:
     return grown_of([nodes]).trees[0]
 
 
-def nodes_of(grown: Grown) -> dict[int, list[Node]]:
-    """The selected nodes of every slot in which something grew."""
+def nodes_of(grown: GrownTrees) -> dict[int, list[Node]]:
+    """Selected nodes by slot, for every slot with a tree."""
     found = dict[int, list[Node]]()
     for g, (slot, size) in enumerate(zip(grown.slots, grown.sizes.tolist(), strict=True)):
         found[slot] = list(map(Node, *(values[g, :size].tolist() for values in grown.nodes[:-1])))
@@ -31,6 +31,8 @@ def nodes_of(grown: Grown) -> dict[int, list[Node]]:
 
 def trees_to_select(chances_of_rows: Sequence[Sequence[float]]) -> Trees:
     """Trees of rows at temperature 0, each a chain with these probabilities."""
-    chains = [[Node(0, i, chance, i + 1, choice=0) for i, chance in enumerate(of_row)] for of_row in chances_of_rows]
+    chains = [
+        [Node(0, i, chance, i + 1, choice_index=0) for i, chance in enumerate(of_row)] for of_row in chances_of_rows
+    ]
     num = np.array(list(map(len, chains)))
     return Trees(np.zeros_like(num), num, as_arrays(chains, max(1, int(num.max()))))

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind of decoder, and what their tokens' bytes are by the kind's own rule."""
+"""Small tokenizers with every kind of decoder, and reference rules for the bytes of their tokens."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ WORDS = ["▁", "▁▁", "▁the", "▁a", "a", "b", "e", "t", "th", "he", "▁
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """All 256 bytes, merges inside and across words, a special token and an added one with spaces."""
+    """Byte-level: all 256 bytes, merges inside and across words, a special token and an added one with spaces."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -30,9 +30,9 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback(*, strips: bool = True) -> PreTrainedTokenizerFast:
-    """SentencePiece manner: word pieces with a leading mark, single bytes for what they cannot spell.
+    """SentencePiece style: word pieces with a leading mark, single bytes for all other text.
 
-    strips: no space before the first word, as Llama 2 has it; Gemma keeps it.
+    strips: removes the space before the first word, as in Llama 2; Gemma keeps it.
     """
     pieces = ["<unk>", *BYTE_PIECES, *WORDS]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -44,7 +44,7 @@ def byte_fallback(*, strips: bool = True) -> PreTrainedTokenizerFast:
 
 
 def of_pieces(decoder: decoders.Decoder | None, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Any pieces behind any decoder; only good for decoding."""
+    """Tokenizer of any pieces with any decoder; for decoding only."""
     core = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token=pieces[0]))
     if decoder is not None:
         core.decoder = decoder
@@ -69,7 +69,7 @@ def byte_level_bytes(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) 
 
 
 def byte_fallback_bytes(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], *, strips: bool = True) -> bytes:
-    """Bytes of byte-fallback tokens: of `<0xNN>` the byte, of others the piece with spaces."""
+    """Bytes of byte-fallback tokens: the byte of `<0xNN>`, the text of other pieces with spaces."""
     pieces = [tokenizer.convert_ids_to_tokens(token) for token in tokens]
     spelled = b"".join(
         bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()

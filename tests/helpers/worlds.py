@@ -1,4 +1,4 @@
-"""Prompts that begin alike, their texts by one-token-at-a-time decoding, and a draft that knows them."""
+"""Prompts with shared prefixes, their texts by one-token-at-a-time decoding, and a draft that proposes these."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,13 +16,13 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import FinishReason, Request, Sampling
 from helpers.engines import plain_text
 
-MAX_LENGTH, MAX_NEW_TOKENS = 112, 24  # some requests reach the first
+MAX_LENGTH, MAX_NEW_TOKENS = 112, 24  # some requests reach MAX_LENGTH
 SYSTEM = tuple(torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist())
 QUESTIONS = tuple(range(10, 18)), tuple(range(90, 98))
 
 
 class Chat(NamedTuple):
-    """A start of the system prompt and a question; and so many tokens of its answer with the other question."""
+    """Prefix of the system prompt, a question, and optionally tokens of its answer with the other question."""
 
     num_system: int
     question: int
@@ -34,9 +34,9 @@ Errors = Callable[[int], tuple[bool, bool]]
 
 
 class KnowingDraft(CachedDFlash):
-    """A draft that recognises the texts it was told by position and anchor, and errs at some positions.
+    """A draft that proposes remembered texts, found by position and anchor, with errors at some positions.
 
-    Two texts with the same token at one position look alike to it: it may draft the other one's tokens.
+    Two texts with the same token at one position are not distinguished: it may draft the other one's tokens.
     """
 
     def __init__(self, pair: Pair, errors: Errors) -> None:
@@ -69,15 +69,15 @@ class KnowingDraft(CachedDFlash):
 
 
 def knowing(pair: Pair, errors: Errors) -> tuple[Pair, KnowingDraft]:
-    """The pair with a draft that may be told texts, and that draft."""
+    """The pair with a `KnowingDraft`, and that draft."""
     draft, knowing_pair = KnowingDraft(pair, errors), replace(pair)
     knowing_pair.__dict__["prepared_draft"] = PreparedDFlash(draft, pair.target)
     return knowing_pair, draft
 
 
 class World:
-    """A target and its texts; one draft, of `knowing_pair`, is told all of them. At some of the positions where it is
-    wrong the right token is its second choice.
+    """A target and its texts, all remembered by the draft of `knowing_pair`. At some of the positions where its first
+    choice is wrong, the second is right.
     """
 
     def __init__(self, pair: Pair) -> None:
@@ -103,7 +103,7 @@ class World:
         return decoded
 
     def ended(self, request: Request) -> tuple[tuple[int, ...], str, FinishReason]:
-        """The tokens of a request up to what ends it, its text up to a stop string, and why it ends."""
+        """Tokens of a request up to its end, its text up to a stop string, and its finish reason."""
         room = min(request.max_new_tokens, MAX_LENGTH - len(request.prompt_ids))
         tokens = self.text(request.prompt_ids, request.sampling)[:room]
         for num, token in enumerate(tokens, 1):

@@ -19,7 +19,7 @@ os.environ.update(RAY_prestart_worker_first_driver="0", RAY_TRAIN_ENABLE_PREEMPT
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new sqlite store, made by several processes at once, for all of pytest's workers; a copy costs nothing."""
+    """New sqlite store, created once by concurrent processes for all pytest workers; copying it is cheap."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -37,7 +37,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """An empty store, which jobs find in the working directory."""
+    """Registry of a new store, mlflow.db in the working directory, which jobs open by default."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -46,14 +46,14 @@ def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="session")
 def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
-    """The tiny pair, as a job is told it."""
+    """Configuration of the tiny pair in a job."""
     target, draft = map(str, tiny_pair_dirs)
     return PairConfig(target=target, draft=draft, dtype="float32")
 
 
 @pytest.fixture
 def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings whose workers and actors are this process."""
+    """Run trainings without Ray: their workers and actors are this process."""
     for place in ("train.connect", "train.scaling_config", "answers.connect", "train_draft.scaling_config"):
         monkeypatch.setattr(f"jobs.{place}", lambda *_, **__: None)
     for place in ("train.train", "train_draft.train"):

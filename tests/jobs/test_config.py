@@ -1,4 +1,4 @@
-"""What a job's configuration makes of the machine that it runs on."""
+"""Configuration of a job on its machine: dtype by device, and the output of submitted jobs."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The export job on a synthetic sweep: the file says what the rows and the price say."""
+"""Export job on a synthetic sweep: the options in the file follow from the rows and the step price."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ EMBEDDED = PAIR._replace(draft=EMBEDDED_DRAFT)
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four prompts in two parts, and a price with which depth pays for few rows."""
+    """Sweep of four prompts in two parts, with a step price at which long drafts pay in small batches."""
     folder, rows = tmp_path_factory.mktemp("sweep"), synthetic_rows(4, 0, trails=0.8)
     for part in (0, 1):
         known = metadata(pair=EMBEDDED, config={"temperature": 0.0})
@@ -39,7 +39,7 @@ def write_price(folder: Path, **changes: Any) -> Path:
 
 
 def best_numbers(sweep: Path, step_price: StepPrice, most: int) -> list[int]:
-    """Drafted tokens with the most tokens a second for batch sizes 1 to `most`, by trying all."""
+    """Fastest number of drafted tokens for each batch size from 1 to `most`, by exhaustive search."""
     rows = [row for part in read_parts(sweep / "rows") for row in part.rows]
     tau = {
         size: sum(row.taus[i] * row.num_steps[i] for row in rows) / sum(row.num_steps[i] for row in rows)

@@ -1,4 +1,4 @@
-"""One driver writes to an output at a time: dead ones are succeeded, living ones are not disturbed."""
+"""Lease of an output: one driver writes at a time; a dead one is replaced, a living one is not disturbed."""
 
 import contextlib
 import itertools
@@ -137,7 +137,7 @@ def test_of_many_that_start_at_once_one_gets_in(kind: str, tmp_path: Path) -> No
 
 
 def test_of_many_that_start_at_once_on_an_object_store_one_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no exclusive creation: the last that writes stands, and all read back."""
+    """Object stores have no exclusive creation: the last write wins, and all drivers read it back."""
     num, inside = 6, list[Lease]()
     start, all_decided = threading.Barrier(num), threading.Barrier(num)
     with s3_server(monkeypatch) as bucket:
@@ -162,7 +162,7 @@ def test_of_many_that_start_at_once_on_an_object_store_one_gets_in(monkeypatch: 
 
 
 def lease_of_another(pid_namespace: str, beat: int) -> str:
-    """What a driver writes whose process id is none here."""
+    """Lease of a driver whose process id does not exist here."""
     with subprocess.Popen(["true"]) as ended:
         pass
     return json.dumps(
@@ -171,7 +171,7 @@ def lease_of_another(pid_namespace: str, beat: int) -> str:
 
 
 def test_a_process_id_of_another_namespace_says_nothing(tmp_path: Path) -> None:
-    """Containers that share a host's name do not see each other's processes."""
+    """Living holder with an unknown process id: containers with one host name do not see each other's processes."""
     ended = threading.Event()
 
     def renew() -> None:
@@ -192,7 +192,7 @@ def test_a_process_id_of_another_namespace_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_is_gone_is_lost(tmp_path: Path) -> None:
-    """Another driver took it over and has finished since, or somebody has deleted the output."""
+    """Missing lease counts as lost: another driver took it over and has finished, or the output was deleted."""
     with Lease(tmp_path) as mine:
         (tmp_path / LEASE_FILE).unlink()
         for _ in range(2):

@@ -18,7 +18,7 @@ def is_png(content: bytes) -> bool:
 
 
 def with_trees(row: SweepRow) -> SweepRow:
-    """Also with what the draft proposes: right choices that trees of so many nodes hold."""
+    """Row with recorded choices of the draft, accepted up to depths 1 to 7 by trees of 1 to 64 nodes."""
     num = 7 * len(row.step_places)
     offers = {"step_ranks": bytes(num), "step_scores": bytes(16 * num), "step_log_probs": bytes(16 * num)}
     return replace(row, **offers, step_nodes=bytes([1, 2, 4, 8, 16, 32, 64] * len(row.step_places)))

@@ -1,4 +1,4 @@
-"""Step costs that a server keeps: read again, checked, and measured anew if they are damaged, old or not today's."""
+"""Step costs saved by a server: read and checked at the next start, measured again if damaged, outdated or wrong."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ROWS, CONTEXT = 2, 10
 
 @pytest.fixture(scope="module")
 def first(tiny_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a first start."""
+    """Price file written by a first start."""
     folder = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prices, "MOST_ERROR", np.inf)
@@ -30,7 +30,7 @@ def first(tiny_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it. Timed steps of this tiny pair differ by more than those of a real one."""
+    """Copy of `first`, with looser limits: step times of the tiny pair vary more than those of a real one."""
     monkeypatch.setattr(prices, "TOLERANCE", 4.0)
     monkeypatch.setattr(prices, "MOST_ERROR", np.inf)
     return Path(shutil.copy(first, tmp_path))
@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tiny_pair: Pair, tmp_pa
 def test_an_uncertain_one_serves_but_is_not_kept(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prices, "MOST_ERROR", -1.0)  # as beside a busy process
+    monkeypatch.setattr(prices, "MOST_ERROR", -1.0)  # as next to a busy process
     assert kept_price(tiny_pair, ROWS, CONTEXT, tmp_path).pair == tiny_pair.id
     assert list(tmp_path.iterdir()) == []
     assert "the step cost is uncertain" in caplog.text

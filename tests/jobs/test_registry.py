@@ -1,4 +1,4 @@
-"""The registry of an sqlite store, and the rule of promotion."""
+"""Registry in an sqlite store, and the promotion rule."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ MODEL = "blockpilot-smollm2-135m-instruct"
 PAIR = PairId(TARGET, "1", "draft", "2")
 ALONE = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12, num_prompts=MIN_PROMPTS)
 GOOD = dataclasses.replace(ALONE, untrained_ratio=1.03, untrained_ratio_low=1.01, untrained_ratio_high=1.05)
-"""Beats the untrained choice, too."""
+"""Figures that also beat the untrained choice."""
 
 
 def a_policy(seed: int = 0) -> PromptPolicy:
@@ -54,7 +54,7 @@ def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None,
 def test_metrics_wait_while_the_store_is_away(
     registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A training goes on meanwhile; its next worker logs what the last one could not, and nothing twice."""
+    """Metrics that a worker could not log are logged by the next worker, each once; training goes on meanwhile."""
     with registry.log_run("train") as record:
         store, run_id = tmp_path / "mlflow.db", record.id
         log = MetricLog(registry.uri, run_id)
@@ -89,7 +89,7 @@ def test_a_password_in_the_stores_address_is_told_nobody(monkeypatch: pytest.Mon
 
 
 def test_logged_settings_hold_no_secrets(registry: Registry) -> None:
-    """As they are written beside a result, too."""
+    """No secret in logged parameters, nor in the settings that are saved with a result."""
     config = TrainConfig(sweep=("s3://KEY:SECRET@bucket/sweep", "https://host/b?X-Amz-Signature=SECRET"))
     assert "SECRET" not in json.dumps(config.recorded())
     with registry.log_run("train") as run:
@@ -99,7 +99,7 @@ def test_logged_settings_hold_no_secrets(registry: Registry) -> None:
 
 
 def test_the_stores_address_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A submitted job, whose directory is temporary, must be given one."""
+    """Absolute address of the store; a submitted job, whose directory is temporary, must be given one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
@@ -133,7 +133,7 @@ def test_a_store_that_is_not_there(uri: str, word: str, monkeypatch: pytest.Monk
 
 
 def test_processes_that_create_the_store_at_once(empty_store: Path) -> None:
-    """Both wrote a run into the store they made (without the lock it is destroyed for good)."""
+    """Store created by concurrent processes has the run of each (without the lock it is damaged permanently)."""
     registry = Registry.open(f"sqlite:///{empty_store}")
     experiment = registry._client.get_experiment_by_name("create")
     assert experiment is not None
@@ -157,7 +157,7 @@ def test_run_round_trip(registry: Registry, tmp_path: Path) -> None:
     assert stored.info.status == "FINISHED"
     assert (stored.data.params, stored.data.metrics) == ({"seed": "3", "checkpoint_every": "400"}, {"tau": 2.5})
     assert stored.data.tags["kind"] == "test"
-    artifacts = tmp_path / "mlartifacts" / run.id / "artifacts"  # beside the store, whatever the directory
+    artifacts = tmp_path / "mlartifacts" / run.id / "artifacts"  # next to the store, in any directory
     assert (artifacts / "folder" / "a.txt").read_text() == "a"
     table = registry._client.load_table(stored.info.experiment_id, "table.json", [run.id])
     assert table.to_dict("records") == rows
@@ -167,7 +167,7 @@ def test_run_round_trip(registry: Registry, tmp_path: Path) -> None:
         continued.log_params({"seed": 3, "checkpoint_every": 600, "num_validation": 20})
         continued.log_metrics({"tau": 3.5}, step=2)
     stored = registry._client.get_run(run.id)
-    assert stored.data.params == {"seed": "3", "checkpoint_every": "400", "num_validation": "20"}  # as it began
+    assert stored.data.params == {"seed": "3", "checkpoint_every": "400", "num_validation": "20"}  # first value stays
     assert [registry.run(run.id).last_step(name) for name in ("tau", "other")] == [2, -1]
     assert stored.info.status == "FINISHED"
 
@@ -184,7 +184,7 @@ def test_a_run_that_raises_is_failed_and_an_unknown_one_is_named(registry: Regis
 
 
 def test_policy_round_trip(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever working directory."""
+    """Policies unchanged after registration and download, from any working directory."""
     first, second, third = register(registry, 1), register(registry, 2), register(registry, 3, kind="step")
     assert (model_name(TARGET), first.name, first.number, second.number) == (MODEL, MODEL, 1, 2)
     assert first.tags == PAIR._asdict()
@@ -208,7 +208,7 @@ def test_policy_round_trip(registry: Registry, tmp_path: Path, monkeypatch: pyte
 
 
 def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
-    """Those of an evaluation that was killed between two tags are none."""
+    """Held-out figures in tags; None if some are missing because the evaluation was killed between two tags."""
     version = register(registry)
     registry.tag_version(version, {"heldout.policy_tau": 3.0, "heldout.policy_speed": 30.0})
     assert registry.version(MODEL, 1).held_out is None
@@ -236,13 +236,13 @@ def test_missing_names_are_named(registry: Registry) -> None:
 
 
 def beside(champion: int, low: float, high: float, figures: HeldOut = GOOD) -> HeldOut:
-    """`figures` that were measured in the same runs as a champion."""
+    """`figures` measured in the same runs as this champion, with this interval of the speed ratio."""
     ratios = {"champion_ratio": (low + high) / 2, "champion_ratio_low": low, "champion_ratio_high": high}
     return dataclasses.replace(figures, champion=champion, **ratios)
 
 
 def over_untrained(low: float, high: float, figures: HeldOut = GOOD) -> HeldOut:
-    """`figures` that were measured in the same runs as the untrained choice."""
+    """`figures` measured in the same runs as the untrained choice, with this interval of the speed ratio."""
     ratio = (low + high) / 2
     return dataclasses.replace(figures, untrained_ratio=ratio, untrained_ratio_low=low, untrained_ratio_high=high)
 
@@ -258,8 +258,8 @@ FEW = dataclasses.replace(GOOD, num_prompts=MIN_PROMPTS - 1)
 SLOW = dataclasses.replace(GOOD, policy_speed=27.0, speed_ratio_low=0.9, speed_ratio_high=0.99)
 AS_FAST = dataclasses.replace(GOOD, policy_speed=27.9, speed_ratio_low=0.95, speed_ratio_high=1.0)
 SLOWER = "slower than the best fixed block size on held-out prompts, 0.964 (0.900 to 0.990) of its speed"
-NOT_BESIDE = "not measured beside the untrained choice; run jobs/evaluate.py with baseline 'untrained'"
-NOT_BESIDE_1 = "not measured beside champion version 1; run jobs/evaluate.py on it again"
+NOT_BESIDE = "not measured together with the untrained choice; run jobs/evaluate.py with baseline 'untrained'"
+NOT_BESIDE_1 = "not measured together with champion version 1; run jobs/evaluate.py on it again"
 UNTRAINED, FIRST = "does not beat the untrained choice", "does not beat champion version 1"
 
 
@@ -276,7 +276,7 @@ UNTRAINED, FIRST = "does not beat the untrained choice", "does not beat champion
     ],
 )
 def test_a_champion_must_beat_what_needs_no_training(figures: HeldOut | None, reason: str) -> None:
-    """The first one, and one that follows another, whatever it is beside that."""
+    """Refusal both of a first champion and of a successor, even of one that beats the present champion."""
     assert _judge(a_version(2, figures), None) == (False, reason)
     beaten = figures and beside(1, 1.1, 1.3, figures)
     assert _judge(a_version(2, beaten), a_version(1, GOOD)) == (False, reason)
@@ -294,14 +294,14 @@ def test_a_champion_must_beat_what_needs_no_training(figures: HeldOut | None, re
     ],
 )
 def test_a_challenger_must_beat_the_champion_of_its_pair_and_format(figures: HeldOut, reason: str) -> None:
-    """Beside one of another pair, or of a format that cannot be decoded with, nothing can be measured."""
+    """Champion of another pair, or of a format that cannot be loaded: replaced without a comparison."""
     assert _judge(a_version(2, figures), a_version(1, GOOD)) == (not reason, reason or "it follows version 1")
     for change in ({"draft": "another"}, {"draft_revision": "3"}, {"target_revision": "9"}, {"format": "2"}):
         assert _judge(a_version(2, figures), a_version(1, GOOD, **change)) == (True, "it follows version 1")
 
 
 def test_promotion_moves_the_alias_and_records_force(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
-    """Policies of both kinds; the first champion may be as fast as the best fixed block size."""
+    """Promotion of policies of both kinds; the first champion may be only as fast as the best fixed block size."""
 
     def promoted(figures: HeldOut | None, kind: Kind = "prompt", force: bool = False) -> tuple[bool, int | None]:
         register(registry, 0, figures, kind=kind)
@@ -321,7 +321,7 @@ def test_promotion_moves_the_alias_and_records_force(registry: Registry, capsys:
     reason = "does not beat champion version 2, 1.000 (0.900 to 1.100) of its speed"
     assert registry.champion(MODEL).tags["promoted.forced"] == reason
     assert promoted(beside(4, 1.01, 1.1)) == (True, 5)
-    assert promote(PromoteConfig(version=3)).reason.startswith("not measured beside champion version 5")
+    assert promote(PromoteConfig(version=3)).reason.startswith("not measured together with champion version 5")
 
 
 def test_a_refusal_is_one_line_and_status_2(registry: Registry, tmp_path: Path) -> None:

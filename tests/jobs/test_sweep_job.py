@@ -1,4 +1,4 @@
-"""The sweep job as a user runs it: by command, killed at any moment, continued, submitted to a cluster."""
+"""Sweep job: by command, killed at any moment, continued, submitted to a cluster."""
 
 import contextlib
 import dataclasses
@@ -69,7 +69,7 @@ def config(pair_config: PairConfig, prompt_file: Path, tmp_path: Path) -> SweepC
 
 
 def command(config: SweepConfig) -> list[str]:
-    """The arguments that make `config`."""
+    """Command-line arguments that give `config`."""
     assert config.pair.target is not None
     assert config.pair.draft is not None
     return [
@@ -84,7 +84,7 @@ def command(config: SweepConfig) -> list[str]:
 def expected(
     tiny_pair: Pair, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[SweepRow]]:
-    """Part name -> rows, replayed here, shard by shard, with nobody being killed."""
+    """Rows by part name, replayed in this process shard by shard, without kills."""
     output = str(tmp_path_factory.mktemp("expected"))
     config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
     return replayed(tiny_pair, *open_sweep(config))
@@ -202,14 +202,14 @@ def metadata_of(folder: SweepFolder, pair: Pair) -> Metadata:
 
 
 def left(config: SweepConfig) -> dict[str, list[str]]:
-    """What the same command would still do: part name -> texts."""
+    """Texts that the same command would still sweep, by part name."""
     shards, folder = open_sweep(config)
     by_part = {shard.part: [p.text for p in folder.prompts(shard, folder.left(shard))] for shard in shards}
     return {part: texts for part, texts in by_part.items() if texts}
 
 
 def test_a_folder_knows_what_is_left(opened: OpenSweep, capsys: pytest.CaptureFixture[str]) -> None:
-    """A part that is damaged is done again."""
+    """Prompts left to sweep in a folder; a damaged part is swept again."""
     config, shards, folder, metadata, expected = opened
     assert left(config) == {shard.part: texts(folder, shard) for shard in shards}
     first, second, third = shards[:3]
@@ -245,7 +245,7 @@ def test_a_folder_of_another_sweep_is_refused(opened: OpenSweep) -> None:
         "prompts_per_shard": 3,
     }.items():
         other = config.model_copy(update={field: value})
-        with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
+        with pytest.raises(ValueError, match=rf"holds another sweep \(stored and requested: {field}"):
             run(other)
     elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "price_rows": 1})
     assert open_sweep(elsewhere)[1].identity == folder.identity
@@ -264,12 +264,12 @@ def test_other_prompts_or_weights_under_the_same_names_are_another_sweep(
     rows = sweep_prompts(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
     folder.write(shard, rows, metadata_of(folder, tiny_pair))
     path.write_text("one\nthree\n")
-    with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
+    with pytest.raises(ValueError, match=r"holds another sweep \(stored and requested: prompts_digest"):
         run(config)
     path.write_text("one\ntwo\n")
     weights = load_file(draft / "model.safetensors")
     save_file({name: weight * 1.5 for name, weight in weights.items()}, draft / "model.safetensors")
-    with pytest.raises(ValueError, match=r"holds another sweep \(there and here: revisions"):
+    with pytest.raises(ValueError, match=r"holds another sweep \(stored and requested: revisions"):
         run(config)
 
 
@@ -285,7 +285,7 @@ def test_one_driver_writes_at_a_time(config: SweepConfig, monkeypatch: pytest.Mo
 
 
 def test_rows_and_files_of_others_do_not_join(opened: OpenSweep) -> None:
-    """Neither those that are written nor those that are there."""
+    """Rows of another pair, new or already in the folder, and unknown files are refused."""
     config, (first, second, *_), folder, metadata, expected = opened
     opened.write(first)
     again = SweepFolder(config.output, folder.identity)
@@ -313,7 +313,7 @@ def parts(config: SweepConfig) -> list[Path]:
 
 
 def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
-    """Row for row what an undisturbed run writes; only what cannot be swept is set aside."""
+    """Assert that all rows are those of an undisturbed run, and that only the too long prompt is set aside."""
     assert {part.name: read_file(part).rows for part in parts(config)} == expected
     assert read_sweep(config.output).rows == [row for rows in expected.values() for row in rows]
     (reject,) = map(json.loads, Path(config.output, "rejects.jsonl").read_text().splitlines())
@@ -323,7 +323,7 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
 
 @contextlib.contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may be longer."""
+    """Limit the size of files that this process writes; a larger one raises OSError."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -333,7 +333,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_costs_no_row(opened: OpenSweep) -> None:
-    """Written rows stay, the others are swept later; the job ends with one line."""
+    """Rows written before the disk was full stay, the others are swept later; the job ends with a one-line error."""
     config, (first, second, *_), folder, metadata, expected = opened
     opened.write(first)
     before = {part: part.stat().st_mtime_ns for part in parts(config)}
@@ -347,11 +347,11 @@ def test_a_full_disk_costs_no_row(opened: OpenSweep) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")  # of Ray
+@pytest.mark.filterwarnings("ignore")  # Ray's warnings
 def test_neither_a_lost_node_nor_a_fatal_prompt_cost_other_prompts(
     config: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of two nodes is killed while its worker works; the other node's finishes, every prompt once."""
+    """Loss of one of two nodes while its worker sweeps: the other worker finishes, every prompt once."""
     rows = {row.prompt: row for row in synthetic_rows(40, 0)}
     asked, fatal = tmp_path / "many.jsonl", next(iter(rows))
     asked.write_text("".join(json.dumps({"prompt": prompt, "set": "synthetic"}) + "\n" for prompt in rows))
@@ -400,7 +400,7 @@ def test_neither_a_lost_node_nor_a_fatal_prompt_cost_other_prompts(
 def test_kills_cost_no_row_and_the_job_goes_on_when_it_is_submitted(
     config: SweepConfig, expected: dict[str, list[SweepRow]]
 ) -> None:
-    """The worker is killed, then the whole job; the same command, submitted to a cluster, writes what is left."""
+    """Kill of the worker, then of the whole job; the same command, submitted to a cluster, writes the other rows."""
     variables = environment() | {"PYTHONPATH": str(ROOT)}
     job = Job(["jobs/sweep.py", *command(config)], cwd=ROOT, env=variables, output=Path(f"{config.output}.log"))
     job.wait_for(lambda: parts(config))

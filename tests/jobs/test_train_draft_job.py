@@ -1,4 +1,4 @@
-"""The draft job: a target without a draft gets one, by the command a user types; a kill changes nothing."""
+"""Draft training job: the command trains a draft for a target; a killed worker changes nothing."""
 
 import json
 import os
@@ -80,7 +80,10 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({**EAGLE3, "target_layer_ids": (1, 2)}, "target_layer_ids [1, 2]: EAGLE-3 reads 3 layers"),
         ({**EAGLE3, "markov_rank": 4}, "markov_rank 4: of a DFlash draft; must be 0 for EAGLE-3"),
         ({"only_edges": True}, "only_edges: needs a markov_rank or a selector_rank above 0"),
-        (SELECTOR | {"draft_vocab_size": 100}, "draft_vocab_size 100: of the start, where only_edges is set"),
+        (
+            SELECTOR | {"draft_vocab_size": 100},
+            "draft_vocab_size 100: only_edges keeps the start's vocabulary",
+        ),
         ({"only_edges": True, "selector_rank": 4}, "only_edges: start must be a draft's directory, not target"),
     ],
 )
@@ -116,7 +119,7 @@ def test_models_that_do_not_fit_are_refused(tiny_pair_dirs: tuple[Path, Path], p
 def test_a_start_gets_the_parts_that_it_lacks(
     tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
 ) -> None:
-    """A causal mask and a selector; its convolutions, vocabulary and weights stay."""
+    """Causal mask and selector added to a start draft; its convolutions, vocabulary and weights are kept."""
     target = AutoConfig.from_pretrained(tiny_pair_dirs[0])
     convolutions = {"conv_kernel_size": 2, "conv_group_size": 8}
     shape: dict[str, Any] = {"num_layers": 1, "block_size": 4, "mask_token_id": MASK_ID}
@@ -138,7 +141,7 @@ def test_a_start_gets_the_parts_that_it_lacks(
 
 
 def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
-    """Prompts that differ by case and punctuation are one."""
+    """Disjoint prompts for training and held out; prompts that differ only by case and punctuation count as one."""
     with prompts.open("a") as lines:
         lines.write("Say the number 3!\n")
     plan = answers.plan(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4), ())
@@ -209,7 +212,7 @@ def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Pa
 
 @pytest.fixture(scope="module")
 def shared(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that never writes masks, prompts, and the answers that the first training leaves to the others."""
+    """Folder with a target that never samples the mask token, prompts, and the answers that trainings share."""
     folder = tmp_path_factory.mktemp("shared")
     target_that_never_writes_masks(tiny_pair_dirs[0], folder / "target")
     write_prompts(folder / "prompts.txt")
@@ -227,7 +230,7 @@ def small_training(shared: Path, output: Path, **changes: object) -> TrainDraftC
 
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing(shared: Path, registry: Registry, tmp_path: Path) -> None:
-    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
+    """Draft of the command with a killed training worker, equal to that of plain `DraftFit` on the same answers."""
     training = small_training(shared, tmp_path / "draft", **SMALL)
     command: list[object] = [ROOT / "jobs" / "train_draft.py"]
     command += ["--epochs", "10", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
@@ -251,7 +254,7 @@ def test_a_killed_worker_changes_nothing(shared: Path, registry: Registry, tmp_p
 def test_other_drafts_are_those_of_a_plain_fit(
     shared: Path, tiny_pair_dirs: tuple[Path, Path], registry: Registry, tmp_path: Path
 ) -> None:
-    """EAGLE-3, and a selector alone, which leaves the draft that it is trained on as it is."""
+    """EAGLE-3 draft, and a selector alone, whose training leaves all other weights of the draft unchanged."""
     training = small_training(shared, tmp_path / "eagle3", **EAGLE3)
     run(training)
     check_trained(training, registry)
@@ -269,7 +272,7 @@ def test_other_drafts_are_those_of_a_plain_fit(
 def check_trained(
     training: TrainDraftConfig, registry: Registry, num_runs: int = 1
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Compare a training with a plain fit on the same answers; returns its weights, and its draft as it loads."""
+    """Compare a training with a plain fit on the same answers; returns its weights and its loaded draft."""
     trained = load_file(training.output / "draft" / "model.safetensors")
     expected, losses = plainly_trained(training)
     assert trained.keys() == expected.keys()
@@ -281,7 +284,7 @@ def check_trained(
 
 
 def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
-    """The tiny target with a mask token that is never likely; it writes any other token sooner or later."""
+    """Copy of the tiny target that never samples the mask token; it samples any other token sooner or later."""
     shutil.copytree(tiny, directory)
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"][MASK_ID] *= 1e-3
@@ -290,7 +293,7 @@ def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
 
 
 def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
-    """The weights and the loss curve of the job's fit on its own answers, in this process and in one go."""
+    """Weights and loss curve of the job's fit on its answers, in this process and without interruption."""
     shards = sorted((training.answers / "train").glob("*.parquet"))
     assert {answer_source(path).target for path in shards} == {training.target}
     # The job's order of shards is that of its plan, by prompt set and then by number.
@@ -304,7 +307,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
         slots = read_slots([folder / "train" / f"{s.path.stem}.safetensors" for s in plan.train])
         fit = EdgeFit(edge_loss(training), slots, training.block_size, training.fit, seed=training.seed)
     else:
-        folder = max(training.answers.glob("features-*"), key=lambda path: path.stat().st_mtime)  # of several kinds
+        folder = max(training.answers.glob("features-*"), key=lambda path: path.stat().st_mtime)  # the latest kind
         corpus = StoredCorpus(
             [FeatureShard(s.path, folder / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
         )
@@ -324,7 +327,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
 
 
 def logged_losses(registry: Registry, num_runs: int) -> dict[int, float]:
-    """Step -> training loss in the last of so many runs of a registry, each step once."""
+    """Training loss by step, each logged once, in the latest of `num_runs` runs of a registry."""
     client = registry._client
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment is not None

@@ -1,4 +1,4 @@
-"""What the train job learns from; sweeps that cannot be learned from are refused before Ray starts."""
+"""Training data of the train job; sweeps that cannot be trained on are refused before Ray starts."""
 
 import dataclasses
 import re
@@ -25,13 +25,13 @@ PROMPT, STEP = FitSettings("prompt"), FitSettings("step")
 
 
 def cut(row: SweepRow, num: int) -> SweepRow:
-    """The row with its first candidates only."""
+    """Row with its first `num` candidates only."""
     lists = ("candidates", "taus", "num_steps", "emitted_histograms", "accepted")
     return dataclasses.replace(row, **{name: getattr(row, name)[:num] for name in lists})
 
 
 def not_dense(row: SweepRow) -> SweepRow:
-    """As a sweep by `replay` records it."""
+    """Row as a sweep by `replay` records it."""
     return dataclasses.replace(row, accepted=[], step_places=[], step_contexts=b"", step_embeddings=b"")
 
 
@@ -40,7 +40,7 @@ def not_dense(row: SweepRow) -> SweepRow:
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bad input must be found before a cluster or a store is asked for."""
+    """Fail if Ray or MLflow starts: bad input must be refused before."""
     for name in ("connect", "Registry.open"):
         monkeypatch.setattr(f"jobs.train.{name}", lambda **_: pytest.fail("started Ray or MLflow"))
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_sweeps_that_do_not_fit_together_are_refused(rows: list[SweepRow], made_
     write_sweep(Path("sweep"), ROWS)
     write_sweep(Path("other"), rows, made_by)
     assert message in refused(sweep=("sweep", "other"))
-    if made_by == RETRAINED:  # nor two parts of one sweep
+    if made_by == RETRAINED:  # two parts of one sweep, too
         write_sweep(Path("sweep"), rows, made_by, "part-1")
         assert message[1:-1] in refused()
 
@@ -132,11 +132,11 @@ def test_throughput_needs_the_step_price_of_the_sweeps_pair() -> None:
         assert message.startswith("sweep/price.json: price of ")
         assert "draft_revision='rev-d'), float32" in message
         assert str(value) in message
-        assert refused(fit=STEP) == message  # which would keep it
+        assert refused(fit=STEP) == message  # which would store the price
 
 
 def test_the_command_line(tmp_path: Path, registry: Registry) -> None:
-    """Bad input is one line and leaves no file; of the many options, those that matter are shown."""
+    """One-line error for bad input, without a file; --help shows only the important ones of the many options."""
     (folder := tmp_path / "folder").mkdir()
     assert run_job(folder, "--sweep", "nowhere") == (2, "error: sweep nowhere: no such file or directory\n")
     assert not list(folder.iterdir())
@@ -147,12 +147,12 @@ def test_the_command_line(tmp_path: Path, registry: Registry) -> None:
     assert error == "error: output folder: no training.json, nothing to log\n"
 
 
-# --- what is learned from ---
+# --- training data ---
 
 
 @pytest.fixture
 def sweeps(tmp_path: Path) -> tuple[str, str]:
-    """Two sweeps of one pair, with other settings and sets; the second one's first part is of a set of its own."""
+    """Two sweeps of one pair with different settings; the first part of the second has another prompt set."""
     rows = [dataclasses.replace(row, temperature=1.0) for row in rows_with_choices(18, 1)]
     write_sweep(tmp_path / "one", rows_with_choices(24, 0))
     write_price(tmp_path / "one")
@@ -216,7 +216,7 @@ def test_candidates_and_sets_are_those_asked_for(sweeps: tuple[str, str], tmp_pa
 
 
 def test_a_dataset_is_identified_by_its_rows_and_steps_in_any_order(tmp_path: Path) -> None:
-    """A training that was killed must not go on with the checkpoint of other examples."""
+    """Id of a dataset from its rows: a killed training must not resume from a checkpoint of other examples."""
     first, *others = rows_with_choices(10, 0)
     columns = ("step_contexts", "step_embeddings", "step_ranks", "step_scores", "step_log_probs")
     halves = {name: getattr(first, name)[: len(getattr(first, name)) // 2] for name in columns}
@@ -238,7 +238,7 @@ def test_a_dataset_is_identified_by_its_rows_and_steps_in_any_order(tmp_path: Pa
 
 
 def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], tmp_path: Path) -> None:
-    """Ray Train goes on with a run of the same name."""
+    """Different name for every setting that affects the result, since Ray Train resumes a run of the same name."""
 
     def name(**changes: object) -> str:
         config = TrainConfig(**{"sweep": sweeps, "fit": PROMPT, **changes})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The train job: neither kills, nor another cluster, nor a lost store change or lose the policy."""
+"""Train job: kills, another Ray cluster and a lost MLflow store neither change nor lose the policy."""
 
 import contextlib
 import dataclasses
@@ -90,13 +90,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherCluster]:
         assert found
         yield OtherCluster(process, shared, found[1])
         assert process.poll() is None
-        ray.shutdown()  # it would end this process, too, if that had joined it
+        ray.shutdown()  # disconnect first: the end of a cluster ends the processes connected to it
         process.terminate()
         process.wait(60)
 
 
 def kill_worker_and_driver(config: TrainConfig, folder: Path, other: OtherCluster) -> None:
-    """Kill one of two workers, then the driver, after a checkpoint each; the other cluster is left alone."""
+    """Kill one of two workers, then the driver, each after a new checkpoint; the other cluster stays unused."""
 
     def wait_for_checkpoint() -> None:
         before = set(folder.glob(CHECKPOINTS))
@@ -121,12 +121,12 @@ def kill_worker_and_driver(config: TrainConfig, folder: Path, other: OtherCluste
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("registry")
-@pytest.mark.filterwarnings("ignore")  # of Ray
+@pytest.mark.filterwarnings("ignore")  # Ray's warnings
 def test_neither_kills_nor_a_full_disk_change_a_policy(
     other: OtherCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside another cluster and then on it: in the end the policy of plain `Fit`. What could not be written is
-    later."""
+    """Policy equal to that of plain `Fit`, trained next to another cluster and then on it. The next run writes a file
+    that could not be written."""
     rows = synthetic_rows(240, 0)
     write_sweep(tmp_path / "sweep", rows[:100])
     write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
@@ -138,7 +138,7 @@ def test_neither_kills_nor_a_full_disk_change_a_policy(
     monkeypatch.setenv("RAY_ADDRESS", other.address)
     monkeypatch.setenv("RAY_TMPDIR", other.environment["RAY_TMPDIR"])
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # bounds the latency of a report
-    obstacle = tmp_path / "policy" / LEARNED_FROM_FILE  # where a file has to go
+    obstacle = tmp_path / "policy" / LEARNED_FROM_FILE  # blocks a file that the job writes
     obstacle.mkdir()
     with pytest.raises(IsADirectoryError):
         run(config)
@@ -174,7 +174,7 @@ def test_neither_kills_nor_a_full_disk_change_a_policy(
 def test_a_step_policy_is_fitted_once_reported_and_registered(
     registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By one of two workers; the report is on screen, in the directory and in MLflow."""
+    """Policy fitted by one of two workers; its report is printed, saved in the directory and logged to MLflow."""
     rows = rows_with_choices(60, 0)
     rows = [dataclasses.replace(row, temperature=float(i % 2)) for i, row in enumerate(rows)]
     write_sweep(tmp_path / "sweep", rows)
@@ -198,7 +198,7 @@ def test_a_step_policy_is_fitted_once_reported_and_registered(
     for weights in (policy.weights, fitted["weights"]):
         assert np.allclose(weights, expected.weights)  # other threads sum in another order
     trained, of_draft = losses(expected, outcomes_of(validation))
-    assert trained < of_draft - 0.01  # choices are right 0.7 times as often as the draft says
+    assert trained < of_draft - 0.01  # choices are right 0.7 times as often as the draft's probabilities predict
     errors = [mean_error(reliability(prior, validation)) for prior in (expected, None)]
     assert errors[0] < errors[1]
     num = len(validation)
@@ -228,7 +228,7 @@ def test_a_step_policy_is_fitted_once_reported_and_registered(
 def check_what_is_kept(
     folder: Path, rows: Sequence[SweepRow], losses: Sequence[dict[str, float]], config: TrainConfig
 ) -> None:
-    """The policy's directory, the MLflow run and the version tell what was learned from what."""
+    """Check the training data and results recorded in the policy's directory, the MLflow run and the version."""
     sweep_id = dataset(folder, sweep=(str(folder / "sweep"),), fit=config.fit).id
     policy, learned_from = load_policy(folder / "policy"), LearnedFrom.read(folder / "policy")
     assert learned_from.prompts == {prompt_key(row.prompt) for row in rows}
@@ -266,7 +266,7 @@ def check_what_is_kept(
 
 @pytest.mark.usefixtures("in_one_process")
 def test_a_lost_store_costs_no_policy(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later run logs what could not be logged."""
+    """Policy saved although the MLflow store is lost during training; --relog logs the results later."""
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
     settings = FitSettings("prompt", hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
     store, sweep = tmp_path / "mlflow.db", (str(tmp_path / "sweep"),)
@@ -327,7 +327,7 @@ def saved_training(folder: Path, num_rows: int, seed: int, kind: Kind) -> Callab
 def test_a_kill_while_a_policy_is_saved_mixes_no_two(
     kinds: tuple[Kind, Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record of what a policy has learned from belongs to it, whichever file was the last one written."""
+    """Record of the training data matches the saved policy after a kill between any two files."""
     monkeypatch.setattr("jobs.common.figures.reliability", lambda curves: b"as good as any picture")
     save_old, save_new = (
         saved_training(tmp_path, rows, seed, kind)
@@ -357,7 +357,7 @@ def test_a_kill_while_a_policy_is_saved_mixes_no_two(
 
 @pytest.mark.usefixtures("in_one_process", "registry")
 def test_a_driver_that_lost_its_lease_saves_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another driver takes the output over while Ray Train works."""
+    """Lease taken over by another driver during training: the first driver stops without saving."""
     write_sweep(tmp_path / "sweep", rows_with_choices(40, 0))
     output = tmp_path / "policy"
 

@@ -1,4 +1,4 @@
-"""The sweep by vLLM: its arithmetic anywhere, the job itself where vLLM is installed."""
+"""Sweep by vLLM: its arithmetic, and the job itself if vLLM is installed."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def test_price_is_that_of_the_steps() -> None:
     true = price(base_s=0.01, row_s=0.001, launch_s=0.002, token_s=0.0005)
     loads = [Load(rows, rows * num, rows * num) for rows in batch_sizes(6) for num in (0, 3, 7)]
     timed = {load: true.seconds(load) for load in loads}
-    fitted = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # below 0: nothing but timing noise
+    fitted = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # negative: only timing noise
     for load, seconds in timed.items():
         assert fitted.seconds(load) == pytest.approx(seconds, rel=1e-3)
     assert fitted.error < 1e-3
@@ -90,7 +90,7 @@ def test_what_vllm_cannot_sweep_is_refused_by_name(tiny_pair_dirs: tuple[Path, P
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_sweep_by_vllm_gives_what_this_engine_decodes(tmp_path: Path) -> None:
-    """In float32 the same texts, distributions after the prompt, and nearly the same tau; and a price."""
+    """Same texts and distributions after the prompt in float32, nearly the same tau, and a step price."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "List five colours."}\n{"prompt": "Who was Newton?"}\n')
     shared = ["--prompts", str(tmp_path / "prompts.jsonl"), "--candidates", "1", "4", "8", "--method", "decode"]
     shared += ["--max-new-tokens", "24", "--dtype", "float32"]
@@ -124,7 +124,7 @@ def test_a_sweep_by_vllm_gives_what_this_engine_decodes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_takes_the_exported_file_and_keeps_its_text(embedded_pair: Pair, tmp_path: Path) -> None:
-    """A schedule of several numbers of drafted tokens, 0 among them."""
+    """Exported schedule of several numbers of drafted tokens, including 0."""
     prompts = [Prompt("questions", (Message("user", text),)) for text in ("List five colours.", "Who was Newton?")]
     swept = sweep_prompts(embedded_pair, prompts, (1, 4, 8), max_new_tokens=16)
     known = metadata(pair=embedded_pair.id, vocab_size=embedded_pair.vocab_size, candidates=[1, 4, 8])

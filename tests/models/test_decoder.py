@@ -1,4 +1,4 @@
-"""The prepared decoder beside the transformers model that it was made from, with rotary embeddings of every kind."""
+"""The prepared decoder against the transformers model that it is made from, with every kind of rotary embeddings."""
 
 import copy
 import gc
@@ -39,7 +39,7 @@ WINDOWS: dict[str, Any] = {
     **{"sliding_window": 4, "tie_word_embeddings": True},
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-# A Gemma 4 as the 31B: global heads are twice as wide, half as many, and their values are their keys.
+# A Gemma 4 like the 31B: global heads are twice as wide, half as many, and their keys are also their values.
 GEMMA4 = WINDOWS | {"global_head_dim": 32, "final_logit_softcapping": 3.0, "use_bidirectional_attention": "vision"}
 GEMMA4["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
@@ -48,7 +48,7 @@ E2B: dict[str, Any] = {
     **{"num_kv_shared_layers": 3, "num_hidden_layers": 6, "attention_k_eq_v": False, "num_key_value_heads": 1},
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
-GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "sliding_window": 4, "swiglu_limit": 2.0}  # which many reach
+GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "sliding_window": 4, "swiglu_limit": 2.0}  # many reach it
 EXPERTS = {"num_experts": 4, "mlp_only_layers": []}
 # The proportions of the published Qwen3.5: a quarter of a head is rotated, states are square.
 HYBRID: dict[str, Any] = {
@@ -116,7 +116,7 @@ def model_of(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 @pytest.mark.usefixtures("in_c")
 @torch.inference_mode()
 def test_computes_what_the_model_does(name: str) -> None:
-    """Logits, and features of layers in any order; the model itself stays one to call, and keeps its state."""
+    """Logits, and features of layers in any order; the model itself can still be called, with the same state dict."""
     model = model_of(name)
     stock, target = copy.deepcopy(model), Target(model, (2, 0))
     tokens = torch.randint(0, 260, (3, 9))
@@ -136,7 +136,7 @@ def test_computes_what_the_model_does(name: str) -> None:
 @pytest.mark.usefixtures("in_c")
 @torch.inference_mode()
 def test_tokens_of_a_tree_are_those_of_their_texts(name: str, seed: int) -> None:
-    """Logits and features of transformers, after a prompt in two parts that is longer than the window."""
+    """Same logits and features as in transformers, after a prompt in two chunks that is longer than the window."""
     model, choice = model_of(name, seed), random.Random(seed)
     stock, target, start = copy.deepcopy(model), Target(model, (0, 2)), choice.randint(6, 14)
     parents = [choice.choice([i, i, choice.randint(0, i)]) for i in range(choice.randint(3, 9))]
@@ -163,7 +163,7 @@ def test_tokens_of_a_tree_are_those_of_their_texts(name: str, seed: int) -> None
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's maps of the process")
 def test_the_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
-    """Embeddings and norms are copied out of it: packed weights and their file would be memory twice."""
+    """Embeddings and norms are copied: packed weights and the mapped file would take the memory twice."""
     model_of("llama").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     file = str(tmp_path / "model.safetensors")
@@ -190,7 +190,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def written(kind: str, key: str = "rope_type") -> dict[str, Any]:
-    """As transformers 4 writes it, with the key of its early versions, too."""
+    """Rotary options as transformers 4 writes them; early versions use the key `type`."""
     if kind == "default":
         return {"rope_theta": 1e4, "rope_scaling": None}
     original = {"original_max_position_embeddings": ORIGINAL} if kind in ("llama3", "yarn", "longrope") else {}
@@ -200,7 +200,7 @@ def written(kind: str, key: str = "rope_type") -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtype) -> None:
-    """For texts that fill the cache, one longer or shorter than the last; spare columns change nothing."""
+    """Same rows for texts that fill the cache, longer or shorter than the last one; spare columns change nothing."""
     config = Qwen3Config(head_dim=16, max_position_embeddings=LONGEST, **written(kind))
     table = RotaryTable(Qwen3RotaryEmbedding(config))
     for length in (40, 20, 90, 32):
@@ -219,7 +219,7 @@ def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtyp
 @pytest.mark.parametrize("kind", SCALINGS)
 @torch.inference_mode()
 def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key: str) -> None:
-    """Of a text below the original length and of one that is three times as long, in two stretches."""
+    """Texts below the original length and of three times that length, in two chunks."""
     model = model_of(family, **written(kind, key))
     stock, target = copy.deepcopy(model), Target(model, ())
     for length in (ORIGINAL - 2, LONGEST):
@@ -231,21 +231,21 @@ def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key:
         torch.testing.assert_close(target.logits(torch.cat(hidden, dim=1)), expected, rtol=1e-3, atol=1e-3)
 
 
-# --- what is not built ---
+# --- unsupported configurations ---
 
 
 @pytest.mark.parametrize(
     ("build", "change", "message"),
     [
-        (tiny_gemma, {"hidden_activation": "gelu"}, "hidden_activation = gelu: supported is gelu_pytorch_tanh"),
-        (tiny_gemma, {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0: supported is None"),
+        (tiny_gemma, {"hidden_activation": "gelu"}, "hidden_activation = gelu: supported: gelu_pytorch_tanh"),
+        (tiny_gemma, {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0: supported: None"),
         (tiny_gemma, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (tiny_gemma, {"sliding_window": None}, "layer_types sliding_attention: sliding_window must be given"),
-        (tiny_gemma4, {"use_bidirectional_attention": "all"}, "attention = all: supported is vision, None"),
-        (tiny_gemma4, {"hidden_activation": "silu"}, "hidden_activation = silu: supported is gelu_pytorch_tanh"),
+        (tiny_gemma4, {"use_bidirectional_attention": "all"}, "attention = all: supported: vision, None"),
+        (tiny_gemma4, {"hidden_activation": "silu"}, "hidden_activation = silu: supported: gelu_pytorch_tanh"),
         (tiny_hybrid, {"linear_key_head_dim": 20}, "linear_key_head_dim = 20: must be a multiple of 32"),
         (tiny_hybrid, {"linear_num_value_heads": 5}, "5 value heads: must be a multiple of its 2 key heads"),
-        (tiny_hybrid, {"hidden_act": "gelu"}, "hidden_act = gelu: supported is silu"),
+        (tiny_hybrid, {"hidden_act": "gelu"}, "hidden_act = gelu: supported: silu"),
         (tiny_hybrid, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
     ],
 )

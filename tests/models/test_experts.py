@@ -1,4 +1,4 @@
-"""Mixtures of experts by torch beside transformers' own, and whether anything depends on the choice of experts."""
+"""Mixtures of experts by torch against transformers', and no wait for the choice of experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("without_c")
 
 @pytest.fixture(params=[False, True], ids=["grouped", "copied"])
 def copied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """True where torch has no grouped product of its own, and few tokens multiply copies of their experts."""
+    """True: torch has no grouped product, and few tokens multiply copies of their experts."""
     if request.param:
         monkeypatch.setattr(experts, "_has_grouped_kernel", lambda weight: False)
     return bool(request.param)
@@ -46,7 +46,7 @@ def test_the_experts_of_transformers(model: Callable[..., PreTrainedModel], dtyp
 
 
 def test_nothing_waits_for_the_choice_of_experts(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor without numbers passes, as in a graph; a loop over the chosen experts does not."""
+    """A fake tensor passes, as in a CUDA graph; a loop over the chosen experts does not."""
     block = block_of(tiny_mixture, torch.bfloat16)
     mixture = Mixture(block)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -67,7 +67,7 @@ def test_nothing_waits_for_the_choice_of_experts(copied: bool, monkeypatch: pyte
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_a_graph_holds_the_experts(dtype: torch.dtype, num: int) -> None:
-    """Whatever the tokens choose, beside transformers' loop over experts."""
+    """Same outputs as transformers' loop over experts, regardless of the chosen experts."""
     block = block_of(tiny_mixture, dtype).to("cuda")
     block.experts.config._experts_implementation = "eager"
     mixture, inputs = Mixture(block), torch.randn(num, 64, device="cuda", dtype=dtype)

@@ -1,4 +1,4 @@
-"""Passes laid out in boxes, as CUDA graphs run them, against the same passes without padding."""
+"""Passes padded to boxes, as CUDA graphs run them, against the same passes without padding."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -52,7 +52,7 @@ MODELS = [tiny_target, tiny_qwen3, tiny_gemma, gemma4, tiny_sliding, tiny_mixtur
 
 
 def filled(cache: SlotCache) -> SlotCache:
-    """The cache with what other tokens have left in it, and no numbers where no pass may read."""
+    """The cache with random contents, as of other tokens, and NaN in the last column, which no pass may read."""
     for group in cache.groups:
         group.normal_(generator=torch.Generator().manual_seed(3))
         group[..., -1, :] = torch.nan
@@ -60,7 +60,7 @@ def filled(cache: SlotCache) -> SlotCache:
 
 
 def boxed(cache: SlotCache) -> SlotCache:
-    """A copy of the cache whose passes are laid out in boxes."""
+    """A copy of the cache whose passes are padded to boxes."""
     copy = deepcopy(cache)
     copy.hold(copy.groups)
     copy.graphs = Graphs(CPU, capture=False)
@@ -82,7 +82,7 @@ def test_target_in_a_box(model: object, name: str) -> None:
     sizes, starts, parents = PASSES[name]
     plain = filled(target.new_cache(SLOTS, COLUMNS))
     caches = plain, boxed(plain)
-    for seed in (0, 1):  # again with what the first pass has left in the box
+    for seed in (0, 1):  # in the second pass the box has the contents of the first
         packing = Packing(sizes, starts, CPU, parents)
         tokens = torch.randint(260, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
         views = [cache.view(packing.rows, packing.columns, slice(0, len(sizes)), packing.length) for cache in caches]
@@ -100,7 +100,7 @@ def test_target_in_a_box(model: object, name: str) -> None:
 @pytest.mark.usefixtures("without_c")
 @torch.inference_mode()
 def test_padding_chooses_no_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor in a second pass, of fewer tokens, whose box the first one has filled."""
+    """Same experts with padding, also in a second pass of fewer tokens in a box that the first one has filled."""
     chosen, by_groups = list[set[int]](), Mixture._by_groups
 
     def recorded(mixture: Mixture, x: Tensor, ids: Tensor, num_chosen: int) -> Tensor:
@@ -198,7 +198,7 @@ def test_cuda_graphs_emit_the_same_text(tiny_pair_dirs: tuple[str, str], tempera
 
 
 def texts(pair: Pair, temperature: float, graphs: Graphs | None) -> list[tuple[int, ...]]:
-    """Answers of requests of all layouts and several lengths, more than there are slots."""
+    """Answers to more requests than slots, of all layouts and several lengths."""
     engine = Engine(pair, num_slots=3, max_length=60, max_prefill_tokens=40, graphs=False)
     engine._cache.graphs = engine._drafter.cache.graphs = graphs
     kinds: list[tuple[int, Layout]] = [(1, "chain"), (4, "chain"), (7, "tree"), (2, "chain"), (12, "tree")]

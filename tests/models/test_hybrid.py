@@ -1,4 +1,4 @@
-"""States of hybrid targets: drafted tokens leave them alone, accepted ones advance them as single tokens do."""
+"""States of hybrid targets: drafted tokens do not change them, accepted ones advance them as single tokens do."""
 
 import copy
 import random
@@ -33,7 +33,7 @@ def states_of(cache: StateCache, slot: int) -> list[Tensor]:
 
 
 def one_by_one(target: Target, text: list[int], read: Read) -> tuple[Tensor, StateCache]:
-    """Hidden states [n, hidden] of a text's tokens, each in a pass of its own; `read` keeps what texts begin with."""
+    """Hidden states [n, hidden] of a text's tokens in separate passes, and the cache; `read` holds prefixes."""
     if (key := tuple(text)) not in read:
         hidden, cache = one_by_one(target, text[:-1], read) if text[:-1] else (torch.empty(0), new_cache(target, 1))
         cache = copy.deepcopy(cache)
@@ -52,7 +52,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 def test_tokens_of_chains_and_trees_are_those_of_their_texts(
     in_c: bool, dtype: torch.dtype, model: Callable[[], Any]
 ) -> None:
-    """In C to the bit, beside a prompt's part; so are the states after accepted paths. By torch up to rounding."""
+    """Same hidden states, and states after accepted paths, next to a prefill chunk: exact in C, by torch rounded."""
     if not in_c and dtype == torch.bfloat16:
         pytest.skip("rounds too much for a comparison")
     target = Target(model().eval().requires_grad_(False).to(dtype), ())
@@ -68,13 +68,13 @@ def test_tokens_of_chains_and_trees_are_those_of_their_texts(
         choice = random.Random(seed)
         cache = new_cache(target)
         texts = [[choice.randrange(256) for _ in range(choice.randint(1, 30))] for _ in range(3)]
-        for slot, text in enumerate(texts):  # by parts of random sizes
+        for slot, text in enumerate(texts):  # in chunks of random sizes
             start = 0
             while start < len(text):
                 part = text[start : start + choice.choice([1, 2, 5, 30])]
                 target.score_rows(torch.tensor([part]), start, cache, torch.tensor([slot]))
                 start += len(part)
-        # Three steps: blocks in the first slots, of one token, chains and trees; a prompt's part in the last one.
+        # Three steps: single tokens, chains and trees in the first slots; a prompt's chunk in the last one.
         prompt, num_read = [choice.randrange(256) for _ in range(40)], 0
         for _ in range(3):
             sizes = [choice.choice([0, 1, 4, 9]) for _ in texts]
@@ -128,7 +128,7 @@ def test_threads_and_neighbours_change_no_bit(model: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("new_model", MODELS)
 @torch.inference_mode()
 def test_recurrent_steps_of_transformers_give_the_same_logits(in_c: bool, new_model: Callable[[], Any]) -> None:
-    """Its rule for single tokens after a cached text, of 70 tokens by parts of 33: closer than its chunks."""
+    """Logits of transformers' rule for single tokens, with chunks of 33 tokens; its chunked rule is less precise."""
     model = new_model().eval().requires_grad_(False)
     stock = copy.deepcopy(model)
     target = Target(model, ())
@@ -145,7 +145,7 @@ def test_recurrent_steps_of_transformers_give_the_same_logits(in_c: bool, new_mo
 
 
 def test_order_of_a_pass() -> None:
-    """Sources of a tree beside a prompt, by hand: windows of two places for each of three rows, then tokens."""
+    """Sources of a tree next to a prompt, by hand: windows of two inputs for each of three rows, then tokens."""
     packing = Packing([4, 1, 3], [9, 5, 0], CPU, [[0, 0, 1], []], cut=2)
     order = StatePass(packing.parts, torch.tensor([0, 1, 2]), 3)
     tree = [[0, 1, 6], [1, 6, 7], [1, 6, 8], [6, 7, 9]]
@@ -157,7 +157,7 @@ def test_order_of_a_pass() -> None:
 
 
 def test_memory_of_states_does_not_grow_with_a_text(hybrid_pair: Pair) -> None:
-    """Three layers of four heads of 32 x 64 in float32, and windows of three inputs."""
+    """Constant size: three layers of four heads of 32 x 64 in float32, and windows of three inputs."""
     target = Target(hybrid_pair.target, ())
     caches = [target.new_cache(2, length) for length in (1, 2, 100)]
     first, second, long = (cache.num_bytes for cache in caches)

@@ -1,4 +1,4 @@
-"""Prepared products beside the nn.Linear layers that they replace."""
+"""Prepared products against the nn.Linear layers that they replace."""
 
 import copy
 from pathlib import Path
@@ -18,7 +18,7 @@ def layers(biases: tuple[bool, ...]) -> nn.ModuleDict:
 
 
 def test_layers_are_prepared_once_and_weights_held_once(in_c: bool) -> None:
-    """Packed layers have no weights of their own, others share the memory of the product, and of one made later."""
+    """Packed layers have no separate weights; others share the memory of the product, also of one made later."""
     model, x = layers((False, False)), torch.randn(3, 32)
     product = prepared(model, "a", "b")
     parameters = list(model.parameters())
@@ -37,7 +37,7 @@ def test_layers_are_prepared_once_and_weights_held_once(in_c: bool) -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_huge_pages_change_nothing(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where the kernel lays memory out anew nor where it tells nothing of it."""
+    """Memory contents are unchanged if the kernel uses huge pages, and if its memory maps are not available."""
     held = torch.arange(3 << 20)
     if refused:
         monkeypatch.setattr(kernels, "MAPS", Path("/nowhere"))

@@ -1,4 +1,4 @@
-"""Layers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
+"""Layers in C against those of torch with the same weights: equal up to rounding, in any batch."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]
 
 
 class Model(NamedTuple):
-    """Both forms of layers of the same random weights."""
+    """Layers in C and by torch with the same random weights."""
 
     config: PretrainedConfig
     native: NativeLayers
@@ -46,16 +46,16 @@ def model_of(
     torch.manual_seed(0)
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
     shape |= {"hidden_size": hidden, "attention_bias": bias}
-    # All experts are chosen where rounded scores are few numbers, many of them equal.
+    # In bfloat16 many rounded scores are equal: all experts are chosen.
     if kind in ("qwen3_moe", "gpt_oss", "gemma4_moe"):
         shape |= EXPERTS | {"num_experts_per_tok": 3 if dtype == torch.float32 else EXPERTS["num_experts"]}
         shape |= {"num_local_experts": EXPERTS["num_experts"]} if kind == "gpt_oss" else {}
         shape |= {"enable_moe_block": True, "top_k_experts": shape["num_experts_per_tok"]} if "gemma4" in kind else {}
-    if kind.startswith("gemma4"):  # the second layer has one head of keys, twice as wide, which are also its values
+    if kind.startswith("gemma4"):  # the second layer has one KV head, twice as wide, with keys as values
         shape |= {"global_head_dim": 2 * dim, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
         shape |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
         shape |= {"hidden_size_per_layer_input": 0}
-    if kind == "gemma4_small":  # the third layer reads the second one's keys
+    if kind == "gemma4_small":  # the third layer shares the second one's keys and values
         shape |= {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}
     family = kind if "gemma" not in kind else f"{kind[:6]}_text"
     config = AutoConfig.for_model(family, **shape, vocab_size=8, vocab_size_per_layer_input=8)
@@ -64,7 +64,7 @@ def model_of(
     for module in modules:
         for parameter in module.parameters():
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
-        if kind.startswith("gemma4"):  # norms of queries hold the scale of attention scores
+        if kind.startswith("gemma4"):  # query norms include the scale of attention scores
             module.self_attn.q_norm.weight.data *= module.self_attn.head_dim**-0.5
             nn.init.uniform_(module.layer_scalar, 0.5, 1.5)
     norm = torch.rand(hidden).to(dtype)
@@ -79,24 +79,24 @@ class Work(NamedTuple):
 
     hidden: Tensor
     rotaries: Sequence[Rotary]
-    """Rotary embeddings of all layers; the second has another one."""
+    """Rotary embeddings of all layers; that of the second differs."""
     packing: Packing
     masks: Sequence[Sequence[Mask]]
     slots: Tensor
     rows: "slice | Tensor"
     inputs: Tensor | None
-    """Inputs of every layer, for layers that have such."""
+    """Per-layer inputs; None if layers have none."""
     kept: Sequence[Tensor]
-    """Keys and values that the cache has before, of every layer."""
+    """Keys and values of every layer in the cache before the pass."""
 
     def run(self, layers: DecoderLayers, config: PretrainedConfig) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Hidden states, features, and what the cache has after."""
+        """Hidden states, features, and keys and values of every layer after the pass."""
         cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU, halves=layers.halves)
-        for own, halves, kept in zip(cache.of_layer, layers.halves, self.kept, strict=True):
+        for own, halves, kept in zip(cache.by_layer, layers.halves, self.kept, strict=True):
             own.copy_(halves.pad(kept))
         view = self.view(cache)
         normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1), inputs=self.inputs)
-        after = [halves.cut(own) for own, halves in zip(cache.of_layer, layers.halves, strict=True)]
+        after = [halves.cut(own) for own, halves in zip(cache.by_layer, layers.halves, strict=True)]
         return normed, features, after
 
     def view(self, cache: SlotCache) -> SlotView:
@@ -104,8 +104,8 @@ class Work(NamedTuple):
 
 
 def work_of(config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int) -> Work:
-    """Rows of these widths, in parts. Tokens see a random half of their rows' columns, from any on; in layers 0 and 2
-    the same, if these have as many queries for a key."""
+    """Rows of these widths, in parts. Tokens attend to a random half of their rows' columns, after a random one; the
+    same in layers 0 and 2 if their KV heads are alike."""
     torch.manual_seed(seed)
     sizes = [size for part in parts for size in part]
     packing = Packing(sizes, torch.randint(0, LENGTH - 12, (len(sizes),)).tolist(), CPU, cut=len(parts[0]))
@@ -149,7 +149,7 @@ def _half(packing: Packing) -> Tensor:
 
 
 def close(rows: Tensor, expected: Tensor) -> bool:
-    """Row by row."""
+    """True if every row is within tolerance, relative to its norm."""
     assert rows.dtype == expected.dtype
     distance = (rows.double() - expected.double()).norm(dim=-1)
     return bool((distance <= TOLERANCE[rows.dtype] * expected.double().norm(dim=-1)).all())
@@ -169,7 +169,7 @@ def close(rows: Tensor, expected: Tensor) -> bool:
 def test_layers(
     kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int, groups: int, dim: int, bias: bool, hidden: int
 ) -> None:
-    """Rows of any widths, in parts, to keys and values of any slots, alike in all that is stored, found and kept."""
+    """Same outputs, features and cache for rows of any widths, in parts, with keys and values of any slots."""
     model = model_of(kind, dtype, groups=groups, dim=dim, bias=bias, hidden=hidden)
     work = work_of(model.config, dtype, parts, seed)
     normed, features, cache = work.run(model.native, model.config)
@@ -179,18 +179,18 @@ def test_layers(
     assert features[:, hidden : 2 * hidden].equal(normed)
     assert all(map(close, cache, expected_cache))
     changed = [(after != kept).any(dim=-1) for after, kept in zip(cache, work.kept, strict=True)]
-    written = [of_layer.any(dim=2).any(dim=0) for of_layer in changed]  # [SLOTS, LENGTH]
-    of_tokens = torch.zeros(SLOTS, LENGTH, dtype=torch.bool)
-    of_tokens[work.slots, work.packing.columns] = True
-    assert written[0].equal(of_tokens)
-    assert not any(of_layer[~of_tokens].any() for of_layer in written)
+    written = [layer.any(dim=2).any(dim=0) for layer in changed]  # [SLOTS, LENGTH]
+    is_token = torch.zeros(SLOTS, LENGTH, dtype=torch.bool)
+    is_token[work.slots, work.packing.columns] = True
+    assert written[0].equal(is_token)
+    assert not any(layer[~is_token].any() for layer in written)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [12, 32])
 def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim: int) -> None:
-    """To the bit: alone, and beside rows of NaN and infinity, by any number of threads."""
+    """Same bits alone, next to rows of NaN and infinity, and with any number of threads."""
     model = model_of(kind, dtype, dim=dim)
     work = work_of(model.config, dtype, [[3, 9, 5]], 1)
     before, outputs, hidden = torch.get_num_threads(), [], work.hidden.clone()
@@ -221,9 +221,9 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
 def test_a_token_of_a_tree_is_that_of_its_text(
     kind: str, window: int | None, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
 ) -> None:
-    """To the bit, wherever what it follows lies among other branches, and one token at a time.
+    """Same bits in a tree with any other branches, as a chain, and one token at a time.
 
-    Anchors lie before the end of a stretch of columns, which tiles take at once.
+    Anchors are just before the end of a stretch of columns that one tile processes.
     """
     anchor = 32 * stretches - left
     model = model_of(kind, dtype)
@@ -237,7 +237,7 @@ def test_a_token_of_a_tree_is_that_of_its_text(
     hidden, heads = torch.randn(1 + num, 96).to(dtype), key_heads(model.config)
     rotaries = [Rotary(*torch.randn(2, LENGTH, 1, own.dim).to(dtype)) for own in heads]
     cache = SlotCache(model.config, SLOTS, LENGTH, dtype, CPU)
-    for own, kept in zip(cache.of_layer, kept_of(model.config, dtype), strict=True):
+    for own, kept in zip(cache.by_layer, kept_of(model.config, dtype), strict=True):
         own.copy_(kept)
     inputs = inputs_of(model.config, 1 + num, dtype)
 
@@ -264,9 +264,9 @@ def test_nothing_is_written_outside_the_cache() -> None:
     fused = ContextProjection(Product([nn.Linear(width, width, bias=False)]), torch.ones(width))
     for slot, column in ((SLOTS, 0), (-1, 0), (0, LENGTH), (0, -1)):
         view = cache.view(torch.tensor([0, slot]), torch.tensor([0, column]), slice(0, 1), work.packing.length)
-        with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
+        with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: slot or column"):
             model.native(work.hidden, work.rotaries, view, work.masks, ())
-        with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
+        with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: slot or column"):
             model.native.project(work.hidden, fused, work.rotaries[0], view)
         assert not cache.layers.any()
 

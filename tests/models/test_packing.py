@@ -1,4 +1,4 @@
-"""Rows packed side by side: nothing is lost or mixed up, and the target computes what it does for rows apart."""
+"""Packed rows: padding and masks are right, and attention equals that of separate rows."""
 
 import random
 
@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.models import packing
-from blockpilot.models.graphs import Box, BoxPlaces
+from blockpilot.models.graphs import Box, BoxTokens
 from blockpilot.models.packing import Packing, folded, grouped_attention
 
 CPU = torch.device("cpu")
@@ -40,13 +40,13 @@ def test_padding_and_back(sizes: list[int]) -> None:
 def test_a_token_sees_the_context_and_its_ancestors(
     rows: list[tuple[int, int]], has_trees: bool, window: int, seed: int
 ) -> None:
-    """By walks to the anchor, of chains and trees; of a window by positions; boxes give the same."""
+    """Visible columns of chains and trees, by walks to the anchor; of windows, by positions; the same in boxes."""
     choice, (sizes, starts) = random.Random(seed), zip(*rows, strict=True)
     trees = [[choice.randint(0, i) if has_trees else i for i in range(size - 1)] for size in sizes]
     packing = Packing(sizes, starts, CPU, trees if has_trees else None)
     box = Box.around(packing, range(len(sizes)), len(sizes), 300)
     assert box is not None
-    in_box = box.visible(BoxPlaces(*box.places(packing, range(len(sizes)), 300)[:5]), window)
+    in_box = box.visible(BoxTokens(*box.tokens(packing, range(len(sizes)), 300)[:5]), window)
     visible, narrowed = packing.visible, packing.visible_in(window)
     for row, (size, start) in enumerate(rows):
         for i in range(size):
@@ -69,7 +69,7 @@ def test_a_token_sees_the_context_and_its_ancestors(
 def test_bfloat16_attends_as_float32_up_to_its_rounding(
     rows: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whichever way is quicker there, to a part of a longer cache, some rows at a time."""
+    """Attention by the faster method for each shape, to a part of a longer cache, some rows at a time."""
     monkeypatch.setattr(packing, "MOST_SCORES", 300)
     torch.manual_seed(rows * width)
     query, cached = torch.randn(rows, 6, width, 64).bfloat16(), torch.randn(2, rows, 2, 40, 64).bfloat16()
@@ -87,7 +87,7 @@ def test_bfloat16_attends_as_float32_up_to_its_rounding(
 @example(sizes=[9] + [1] * 23)
 @example(sizes=[1] * 8 + [8, 2] * 4)
 def test_every_row_attends_as_alone(sizes: list[int]) -> None:
-    """However much wider some rows are than others."""
+    """Same attention as alone, regardless of how much wider some rows are than others."""
     torch.manual_seed(len(sizes))
     length = 12
     starts = torch.randint(0, length - 9 + 1, (len(sizes),)).tolist()

@@ -1,4 +1,4 @@
-"""Matches of texts' ends against a search through all of them."""
+"""Matches of the ends of texts against a slow search through the whole text."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ texts_of_few_tokens = st.lists(st.integers(0, 3), max_size=200)
 
 @given(st.lists(texts_of_few_tokens, min_size=1, max_size=3), st.lists(st.integers(1, 30), max_size=20))
 def test_the_longest_matches_are_those_of_a_search(texts: list[list[int]], cuts: list[int]) -> None:
-    """However the texts came, by parts or whole; of few different tokens, so that much is repeated."""
+    """Texts added in parts or whole, with few different tokens, so that much is repeated."""
     index, done, most = TextIndex(4, 200), 0, 5
     numbers = list(reversed(range(len(texts))))
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Products in C beside those of torch: the same numbers up to rounding, and torch where C cannot be."""
+"""Products in C against those of torch: equal up to rounding; torch if C is not available."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def product_of(weight: Tensor, bias: Tensor | None = None, *paddings: Padding) -
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, data: st.DataObject) -> None:
-    """Of any shape as torch makes them; a row's bits are the same among any others, NaN or not."""
+    """Products of any shape equal torch's; a row has the same bits next to any others, NaN or not."""
     torch.manual_seed(rows)
     weight, x = torch.randn(outputs, inputs).div(inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
     added = torch.randn(outputs).to(dtype) if bias else None
@@ -87,7 +87,7 @@ def test_products_have_the_same_bits_by_any_number_of_threads(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("runs", [1, 3])
 def test_padded_products(dtype: torch.dtype, runs: int) -> None:
-    """Runs of inputs and outputs lie apart in the packed weight, with zeros between, and come out side by side."""
+    """Runs of inputs and outputs are padded with zeros in the packed weight; results are without padding."""
     inputs, outputs = Padding(10, 32), Padding(6, 16)
     weight, bias = torch.randn(6 * runs, 10 * runs).to(dtype), torch.randn(6 * runs).to(dtype)
     product = product_of(weight, bias, inputs, outputs)
@@ -105,7 +105,7 @@ def test_torch_where_c_has_no_such_numbers() -> None:
 
 @pytest.fixture
 def fresh_library() -> Iterator[None]:
-    """The library is built anew in the test, and once more after it."""
+    """Load the library again in the test, and once more after it."""
     library._library.cache_clear()
     yield
     library._library.cache_clear()
@@ -141,7 +141,7 @@ def test_torch_where_there_is_no_compiler(
 def test_torch_where_the_compiler_fails(
     script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever its message is encoded in, if there is one."""
+    """Warning with the compiler's message in any encoding, or with its exit status."""
     (tmp_path / "cc").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -152,13 +152,13 @@ def test_torch_where_the_compiler_fails(
 @pytest.mark.usefixtures("fresh_library")
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no such CPU")
 def test_a_compiled_library_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process compiles only what is missing, damaged, or of other sources."""
+    """A new process compiles only if the library is missing, damaged, or of other sources or flags."""
     monkeypatch.setattr(library, "CACHE", tmp_path / "cache")
     commands, run = list[list[str]](), library._run
     monkeypatch.setattr(library, "_run", lambda folder, *command: commands.append(command) or run(folder, *command))
 
     def num_compiled() -> int:
-        """Sources that a new process compiles."""
+        """Number of sources that a new process compiles."""
         library._library.cache_clear()
         commands.clear()
         assert library_for(torch.float32, CPU) is not None

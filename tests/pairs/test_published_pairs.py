@@ -119,8 +119,8 @@ def test_other_published_forms_load_as_transformers_reads_them(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama31-8b", {"hidden_act": "gelu"}, "hidden_act = gelu: supported is silu"),
-        ("llama31-8b", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type = su: supported is default"),
+        ("llama31-8b", {"hidden_act": "gelu"}, "hidden_act = gelu: supported: silu"),
+        ("llama31-8b", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type = su: supported: default"),
         ("llama31-8b", {"rope_scaling": {"type": "linear"}}, "config.json: not a configuration .*factor"),
         ("llama31-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("qwen3-8b", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),

@@ -38,7 +38,7 @@ PAIRS = pytest.mark.parametrize("pair", ["tiny_pair", "markov_pair", "dflash2_pa
 def choices_along(slots: Slots, tokens: Sequence[int]) -> Iterator[list[int]]:
     """The candidates of each slot after the text's tokens, as far as those are candidates."""
     after = 0
-    for of_slot, following, token in zip(slots.tokens, slots.places, tokens, strict=False):
+    for of_slot, following, token in zip(slots.tokens, slots.next_lists, tokens, strict=False):
         yield list(of_slot[after])
         if token in of_slot[after]:
             after = following[after][of_slot[after].index(token)]

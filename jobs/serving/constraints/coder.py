@@ -1,6 +1,6 @@
 """Tool-call arguments in Qwen3-Coder's format: strings unquoted between tags, other values as JSON.
 
-A value ends at the first line `</parameter>`, in the grammar and in the reader, so it may contain every other tag.
+A value ends at the first line `</parameter>`, in the grammar and in the reader, so it may contain any other tag.
 """
 
 import json
@@ -68,13 +68,13 @@ class Called(NamedTuple):
 
 
 def text_of(root: JsonObject, schema: Any) -> RawString | None:
-    """The value as an unquoted string; None if it is written as JSON. `root` resolves references."""
+    """Schemas of a value that is an unquoted string; None if it is written as JSON. `root` resolves references."""
     schema = resolved(root, schema)
     if not isinstance(schema, dict):
         return None
     for key in COMBINED:
         if options := schema.get(key):
-            return _of_options(root, options) if isinstance(options, list) and _is_only(schema, key) else None
+            return _options_coder(root, options) if isinstance(options, list) and _is_only(schema, key) else None
     constants = constants_of(schema)
     types = set(types_of(schema))
     if not types and constants is not None:
@@ -85,7 +85,7 @@ def text_of(root: JsonObject, schema: Any) -> RawString | None:
     return None if may_be_null and "null" in (constants or ()) else RawString((schema,), may_be_null)
 
 
-def _of_options(root: JsonObject, options: list[Any]) -> RawString | None:
+def _options_coder(root: JsonObject, options: list[Any]) -> RawString | None:
     raw_strings = [text_of(root, option) for option in options if not _is_null(resolved(root, option))]
     strings = [text for text in raw_strings if text is not None]
     if not strings or len(strings) < len(raw_strings):
@@ -105,7 +105,7 @@ def _is_null(schema: Any) -> bool:
 
 
 def flat(root: JsonObject) -> Loosened:
-    """Parameters as one flat object: alternatives are merged, keywords that this format cannot follow are dropped."""
+    """Parameters as one flat object: alternatives are merged, keywords that the format cannot enforce are dropped."""
     schema, dropped = resolved(root, root), list[str]()
     schema = schema if isinstance(schema, dict) else {}
     dropped += [key for key in (*UNSUPPORTED, "anyOf", "oneOf") if key in schema]
@@ -140,7 +140,7 @@ def _options(root: JsonObject, schema: JsonObject, key: str) -> list[JsonObject]
 
 
 def _followed(root: JsonObject, schema: Any) -> tuple[Any, list[str]]:
-    """The schema of a value without string keywords that have no regular expression here, and these keywords."""
+    """Schema of a value without the string keywords that have no rule (`_has_rule`), and the dropped keywords."""
     text = text_of(root, schema)
     if text is None:
         return schema, []
@@ -163,7 +163,7 @@ def _has_rule(key: str, value: Any) -> bool:
 
 
 def rules_of(number: int, name: str, parameters: JsonObject) -> str:
-    """Rules of the call `call_<number>`; raises ValueError for parameters that they cannot follow."""
+    """Rules of the call `call_<number>`; raises ValueError for parameters that they cannot enforce."""
     root, dropped = flat(parameters)
     if dropped:
         raise ValueError(f"{dropped[0]} cannot be followed in the format of this model")
@@ -202,7 +202,7 @@ def _json_rule(rule: str, schema: Any) -> str:
 
 
 def _self_contained(root: JsonObject, path: tuple[str, ...], schema: Any) -> Any:
-    """The schema as a self-contained one: includes the tool's parameters if it refers to them."""
+    """Self-contained schema: includes the tool's parameters if it refers to them."""
     if '"$ref"' not in json.dumps(schema):
         return schema
     parameters = moved(root, ROOT)
@@ -210,7 +210,7 @@ def _self_contained(root: JsonObject, path: tuple[str, ...], schema: Any) -> Any
 
 
 def _string_rule(schema: JsonObject) -> str:
-    """Rule of a string of this schema followed by the end of its value, which does not occur before."""
+    """Rule of a string of this schema and the first END_OF_VALUE, which ends it."""
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
     if (
         type(shortest) is not int
@@ -225,7 +225,7 @@ def _string_rule(schema: JsonObject) -> str:
         return f"(((({') & ('.join(conditions)})) {end}) & ~({ANYTHING} {end} {SOMETHING}))"
     if not shortest:
         return f"({length} {end})"  # the rule is lazy, so it stops at the first end
-    # Cheaper than the above for long texts
+    # Cheaper than the expression above for long texts
     return f"((/(.|\\n){{0,{longest}}}/ {end}) & ~(/(.|\\n){{0,{shortest - 1}}}/ {end} {ANYTHING}))"
 
 
@@ -242,7 +242,7 @@ def _conditions(schema: JsonObject) -> Iterator[str]:
 
 
 def search(pattern: Any) -> str | None:
-    """Regular expression of whole texts that contain the pattern; None if an anchor is not at an end."""
+    """Regular expression of whole texts that contain a match of the pattern; None if an anchor is not at an end."""
     if not isinstance(pattern, str):
         return None
     branches, depth = [list[str]()], 0

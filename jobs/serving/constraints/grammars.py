@@ -48,7 +48,7 @@ class Calls(NamedTuple):
 
 
 class CompiledStructure(NamedTuple):
-    """Compiled grammar of a text, and the tools as the grammar follows them."""
+    """Compiled grammar of a text, and the tools with the parameters that it enforces."""
 
     compiled: CompiledGrammar
     tools: tuple[Tool, ...] = ()
@@ -68,9 +68,9 @@ class Grammars:
         self._trial: subprocess.Popen[bytes] | None = None
 
     async def compile(self, structure: Grammar | Calls) -> CompiledStructure:
-        """Compile a grammar or tool calls; raises GrammarError if it is invalid or takes too much to compile.
+        """Compile a grammar or tool calls; raises GrammarError if it is invalid or exceeds the limits.
 
-        Raises ApiError 429 if too many wait, 503 if the machine is too busy.
+        Raises ApiError 429 if too many grammars wait, 503 if the machine is too busy.
         """
         key = (
             type(structure).__name__,
@@ -116,9 +116,9 @@ class Grammars:
         return result
 
     def _fit(self, calls: Calls) -> tuple[Grammar, tuple[Tool, ...], int]:
-        """The grammar of calls, its tools as the grammar follows them, and its bytes.
+        """Grammar of calls, its tools with the parameters that it enforces, and its bytes.
 
-        A keyword that no grammar can follow is an error in a strict tool or with must_call, and dropped otherwise.
+        A keyword that no grammar can enforce is an error in a strict tool or with must_call, and dropped otherwise.
         """
         tools, num_stalls = list[Tool](), 0
         for tool in calls.tools:
@@ -149,7 +149,7 @@ class Grammars:
         return grammar, tuple(tools), self._try(grammar)
 
     def _try(self, grammar: Grammar) -> int:
-        """Bytes of a compiled grammar; raises GrammarError if the process refuses it or exceeds its limits."""
+        """Bytes of a compiled grammar; raises GrammarError if it is invalid or exceeds the limits."""
         answer = self._ask(["grammar", *grammar])
         if answer is None:
             raise GrammarError(f"grammar: {self._too_much}")
@@ -162,9 +162,9 @@ class Grammars:
         return f"it takes more than {self._cpu_s} s, or too much memory, to compile"
 
     def _ask(self, question: list[object]) -> dict[str, Any] | None:
-        """The process's answer; None if the question exceeded its limits.
+        """Answer of the trial process; None if the question exceeded the limits.
 
-        Raises ApiError 503 if the machine was too busy, so that the next request may succeed.
+        Raises ApiError 503, which is not cached, if the machine was too busy.
         """
         if self._trial is None or self._trial.poll() is not None:
             self._trial = self._start_trial()
@@ -226,7 +226,7 @@ class Kept:
 
 
 def _answer(process: "subprocess.Popen[bytes]", question: list[object], patience_s: float) -> dict[str, Any] | None:
-    """The answer to one line of JSON; None if there is none in time."""
+    """Answer to one question; None if the process ends or takes longer than `patience_s`."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

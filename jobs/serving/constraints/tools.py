@@ -87,7 +87,7 @@ def grammar_of(
     """Grammar of texts with calls of these tools.
 
     Without must_call, free text may surround the calls, or, with `otherwise`, the text is calls or that JSON text.
-    Raises ValueError, naming the tool, for parameters that no call can have.
+    Raises ValueError, naming the tool, for unsupported parameters.
     """
     rules = [_call_rules(family, i, tool) for i, tool in enumerate(tools)]
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
@@ -116,7 +116,7 @@ def arguments_schema(parameters: JsonObject) -> JsonObject:
     types = target.get("type", "object") if isinstance(target, dict) else "object"
     if types != "object" and "object" not in (types if isinstance(types, list) else ()):
         raise ValueError(f'type: {json.dumps(types)}; parameters are an "object"')
-    # No other keyword beside a `$ref`: llguidance refuses that for circular references
+    # No other keyword next to a `$ref`: llguidance refuses that for circular references
     return schema if target is not schema and "type" in target else schema | {"type": "object"}
 
 
@@ -163,7 +163,7 @@ class CallReader:
         self._closing = "}" if family == "llama" else "}" + CLOSE
         self._held, self._state = "", "content"
         self._begun = False
-        self._searched = 0  # of the held text: no call in Qwen3-Coder's format ends there
+        self._searched = 0  # characters of the held text in which no Qwen3-Coder call ends
         self._value = JsonEnd()
         self.num_calls = 0
         self.last_begins = 0
@@ -304,14 +304,14 @@ def in_words(messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> lis
 
 
 class FittedTool(NamedTuple):
-    """A tool that a grammar can follow, and the paths of the dropped keywords."""
+    """A tool whose parameters a grammar can enforce, and the paths of the dropped keywords."""
 
     tool: Tool
     dropped: tuple[str, ...] = ()
 
 
 def fitted(family: Family, tool: Tool, exact: bool) -> FittedTool:
-    """The tool as a grammar can follow it.
+    """The tool without the keywords that no grammar can enforce.
 
     exact: raise ValueError, naming the tool, if a keyword would have to be dropped.
     """
@@ -327,14 +327,14 @@ def fitted(family: Family, tool: Tool, exact: bool) -> FittedTool:
 
 
 def opened(tool: Tool) -> Tool:
-    """The tool with parameters that may be any object, with the names of its properties."""
+    """The tool with any object as its arguments; only the names of its properties are kept."""
     properties = tool.parameters.get("properties")
     names = dict.fromkeys(properties, JsonObject()) if isinstance(properties, dict) else {}
     return tool._replace(parameters={"type": "object"} | ({"properties": names} if names else {}))
 
 
 def _wrong_with(family: Family, tool: Tool) -> str:
-    """Reason why no grammar can follow a tool; "" if one can."""
+    """Reason why no grammar can enforce the tool's parameters; "" if one can."""
     try:
         schema = arguments_schema(tool.parameters)
         check_exact(schema)

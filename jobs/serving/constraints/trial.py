@@ -1,8 +1,8 @@
 """Trial process that compiles grammars (grammars.py) with limits of CPU time and memory.
 
 Reads lines of JSON: first the tokenizer, vocabulary size, stop tokens and CPU seconds; then questions, each a
-grammar, or a tool whose parameters a grammar should follow. Answers each with one line of JSON, an object whose
-`wrong` is "" or the error. It does not import torch, and ends with its input.
+grammar, or a tool whose parameters a grammar should enforce. Answers each with one line of JSON, an object whose
+`wrong` is "" or the error. It does not import torch, and exits at the end of its input.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ STACK_BYTES = 2**22  # a quarter of the stack of the replica's threads, which co
 
 
 def main() -> None:
-    """Answer on a thread with this stack size, independent of the shell's limit."""
+    """Answer on a thread with a stack of STACK_BYTES, independent of the shell's limit."""
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=answer_all)
     thread.start()
@@ -52,7 +52,7 @@ def answer_all() -> None:
 def tool_answer(
     tokenizer: LLTokenizer, family: Any, name: str, parameters: dict[str, Any], strict: bool, exact: bool
 ) -> dict[str, Any]:
-    """The parameters that a grammar can follow, and the dropped keywords; exact: nothing may be dropped."""
+    """Parameters that a grammar can enforce, and the dropped keywords; exact: nothing may be dropped."""
     tool = Tool(name, parameters, strict)
     try:
         fitted_tool, dropped = fitted(family, tool, exact)
@@ -66,7 +66,7 @@ def tool_answer(
 
 
 def tried(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
-    """The first line of a grammar's error, and its bytes when compiled; also computes its first mask."""
+    """Error of a grammar (its first line, or ""), and its bytes when compiled; also computes its first mask."""
     before = _num_bytes()
     try:
         matcher = LLMatcher(tokenizer, grammar.compiled_from(), log_level=0, limits=limits())
@@ -80,7 +80,7 @@ def tried(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
 
 def _num_bytes() -> int:
     """Resident memory of this process."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: returns free memory
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only: returns free memory to the system
     if trim is not None:
         trim(0)
     statm = Path("/proc/self/statm")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockpilot.control.acceptance import AcceptanceModel
-from blockpilot.control.controller import Planned, StepOutcome, Verified
+from blockpilot.control.controller import Planned, StepOutcome, VerifiedNodes
 from blockpilot.control.cost import NOMINAL, Load
 from blockpilot.types import Candidates
 from helpers.prices import price
@@ -19,7 +19,7 @@ NO_PATHS = np.zeros((0, 9)), np.zeros(0, dtype=int), np.zeros(0, dtype=bool)
 
 
 def test_a_token_counts_in_the_decile_of_its_probability_in_its_step() -> None:
-    """Two first choices, one of them accepted, and a second choice; and nothing of a step that drafted nothing."""
+    """Counts of two first choices, one of them accepted, and a second choice; a step without a draft adds nothing."""
     controller = RecordingController(AcceptanceModel(2), NOMINAL)
     log_probs = torch.tensor([[0.85, 0.1], [0.85, 0.1]]).log()
     candidates = Candidates(torch.tensor([[0, 1], [0, 1]]), log_probs, log_probs, torch.zeros(2, dtype=torch.bool))
@@ -27,7 +27,7 @@ def test_a_token_counts_in_the_decile_of_its_probability_in_its_step() -> None:
     controller.plan(rows, Load(0))
     proposal = controller.propose(np.ones(2, dtype=bool), candidates, np.arange(2))
     first, second = proposal.chances[0, 0]
-    seen = Verified(np.array([0, 2, 1]), np.array([0, 0, 0]), np.array([True, False, False]), *NO_PATHS)
+    seen = VerifiedNodes(np.array([0, 2, 1]), np.array([0, 0, 0]), np.array([True, False, False]), *NO_PATHS)
     outcome = StepOutcome(Load(1, 2, 3), verified=lambda: seen)
     controller.learn(outcome, 0.1)
     low, high = controller.bins
@@ -42,7 +42,7 @@ def test_a_token_counts_in_the_decile_of_its_probability_in_its_step() -> None:
 def test_a_row_for_every_temperature(
     pair_config: PairConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a step cost by which drafting pays, as it may not for so small a target."""
+    """Table with a row per temperature, at a step cost at which drafting pays (for so small a target it may not)."""
     monkeypatch.setattr(reliability, "measure_price", lambda *_: price(token_s=0.01, launch_s=0.01))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"say the number {i}\n" for i in range(6)))

@@ -1,4 +1,4 @@
-"""The load tool against a real server over HTTP: what it counts, and what it says of a server that is not well."""
+"""Load tool against a real server over HTTP: its counts, and its messages about a faulty server."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from jobs.serving.engine_loop import EngineLoop
 
 @contextmanager
 def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
-    """The API over real HTTP, without Ray Serve; its URL."""
+    """Serve the API over real HTTP, without Ray Serve; yields its URL and the engine loop."""
     settings = {"num_slots": 2, "max_length": 900, "max_queue": 8} | sizes
     with replica_of(pair, **settings) as replica, over_http(app_of(replica)) as root:
         yield f"{root}/v1", replica.loop

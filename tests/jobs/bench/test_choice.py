@@ -1,4 +1,4 @@
-"""The benchmark of the choice: its replay of made-up texts, and its steps."""
+"""Benchmark of the choice: replay of synthetic texts, and its overheads."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ NUM, DEEPEST, WIDTH = 400, 4, 8
 
 
 def text_of(rank: int) -> ReplayedText:
-    """A text in which the draft's choice of this rank is always right, and the draft says so; -1: none is."""
+    """Text in which the draft's choice of this rank is always right, with a high probability; -1: none is."""
     log_probs = np.full((NUM, DEEPEST, WIDTH), -8.0, dtype=np.float32)
     log_probs[..., 0] = -0.01 if rank == 0 else -1.0
     needed = np.tile(np.arange(1, DEEPEST + 1), (NUM, 1)) if rank == 0 else np.full((NUM, DEEPEST), 255)
@@ -21,7 +21,7 @@ def text_of(rank: int) -> ReplayedText:
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_replay_accepts_what_is_right(num_rows: int) -> None:
-    """Drafts that are always right make five tokens a step; those that never are, about plain speed."""
+    """Five tokens a step with a draft that is always right, about plain speed with one that never is."""
     good = _replay([text_of(0)] * 2 * num_rows, num_rows, PRICE, {"untrained": UNTRAINED})
     assert good["best fixed method"] == f"B={DEEPEST + 1}"
     assert float(good["untrained"]) == pytest.approx(float(good["its speed-up"]), rel=0.02)

@@ -1,4 +1,4 @@
-"""The benchmark of steps on a GPU: the bytes that its floor counts."""
+"""Step benchmark on a GPU: bytes that its lower bound counts."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = TINY | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok"
 
 @pytest.mark.usefixtures("without_c")
 def test_bytes_of_a_step_of_a_mixture() -> None:
-    """All experts but those that no token chooses: (3 / 4)^n of them with n tokens."""
+    """Mixture of experts: all experts are read except the share (3 / 4)^n that none of n tokens selects."""
     shape = SHAPES["coder-30b"]
     shape = shape._replace(sizes=shape.sizes | SIZES)
     pair = random_pair(shape.new, torch.device("cpu"), torch.float32, num_layers=1, block_size=4)

@@ -1,4 +1,4 @@
-"""The comparison with peers, on the tiny pair, with those of this environment."""
+"""Comparison with peers, on the tiny pair, with the peers of this environment."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def config(pair_config: PairConfig, tmp_path: Path) -> PeersConfig:
 
 
 class PeerHere(NamedTuple):
-    """A peer in this process, where torch is loaded."""
+    """Peer in this process, where torch is already loaded."""
 
     decode_tokens: Decode
 
@@ -40,7 +40,7 @@ class PeerHere(NamedTuple):
 
 @contextmanager
 def running_once(peer: Peer, log: Path) -> Iterator[Worker | PeerHere]:
-    """One peer in a process of its own, the others here."""
+    """Run one peer in a separate process, the others in this one."""
     if peer.name != "blockpilot, B=3":
         yield PeerHere(PEERS[peer.settings["peer"]](peer.settings))
         return
@@ -51,7 +51,7 @@ def running_once(peer: Peer, log: Path) -> Iterator[Worker | PeerHere]:
 def test_all_decode_the_same_answers(
     config: PeersConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32 this engine's are those of transformers, with drafts and lookup, alone and together."""
+    """Same answers as transformers in float32: with drafts, lookup or both, for single requests and batches."""
     monkeypatch.setattr("jobs.bench.peers.running", running_once)
     run(config)
     answers = json.loads((config.output / "answers.json").read_text())
@@ -98,7 +98,7 @@ def test_vllm_drafts_as_many_tokens(config: PeersConfig, tmp_path: Path) -> None
 
 
 def test_vllm_drafts_without_a_selector_that_it_cannot_read(tmp_path: Path) -> None:
-    """The embedded draft's selector is over the draft's own vocabulary."""
+    """Selector of the embedded draft, over the draft's vocabulary, removed; all other weights are kept."""
     embedded = find_draft(EMBEDDED_DRAFT).directory
     plain = load_draft(without_selector(embedded, tmp_path / "plain"))
     assert plain.edges is None
@@ -138,13 +138,13 @@ def starter(folder: Path) -> Iterator[tuple[Path, int]]:
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
     yield script(folder, f"exec 3> {held}\nsleep 600 &\necho '{{\"ready\": true}}'\ncat > /dev/null\n"), reader
     assert select.select([reader], [], [], patient(10))[0]
-    assert os.read(reader, 1) == b""  # nobody holds it
+    assert os.read(reader, 1) == b""  # no process holds it
     os.close(reader)
 
 
 def test_a_peer_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
     peer = Peer("vllm, plain", script(tmp_path, "echo no vllm here >&2\nexit 1\n"), {"threads": 1})
-    with pytest.raises(ValueError, match=r"a peer has ended; what it said: .*log"), running(peer, tmp_path / "log"):
+    with pytest.raises(ValueError, match=r"a peer has ended; its log: .*log"), running(peer, tmp_path / "log"):
         pass
     assert "no vllm here" in (tmp_path / "log").read_text()
 

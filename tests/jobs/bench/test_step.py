@@ -12,7 +12,7 @@ from jobs.common.config import PairConfig
 
 
 def test_costs_are_in_plain_steps() -> None:
-    """Two rows: a plain step of 10 ms, 1 more for a draft, 0.5 a slot, and 0.25 a verified token."""
+    """Costs for two rows: a plain step takes 10 ms, a draft 1 ms more, a slot 0.5 ms and a verified token 0.25 ms."""
     loads = [Load(2), Load(2, 2, 2), Load(2, 6, 6), Load(2, 6, 14)]
     timed = [
         TimedStep(a, 0.01 + 0.001 * (a.num_drafted > 0) + 5e-4 * a.num_drafted + 2.5e-4 * a.num_verified)

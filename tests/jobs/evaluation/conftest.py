@@ -88,18 +88,18 @@ def start(config: EvaluateConfig, questions: list[Prompt]) -> Start:
 
 @pytest.fixture(autouse=True)
 def quick_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step costs by one timed step of each mixture."""
+    """Step costs measured with one timed step of each mixture."""
     monkeypatch.setattr("jobs.evaluation.actor.measure_price", functools.partial(measure_price, num_steps=1))
 
 
 @pytest.fixture
 def price_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A price that is made up for a test does not follow what steps really take."""
+    """Keep the given step cost: controllers do not adapt it to measured step times."""
     monkeypatch.setattr(Controller, "__init__", functools.partialmethod(Controller.__init__, follows=False))
 
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bad input must be found before a cluster is started."""
+    """Fail if Ray starts: bad input must be refused before."""
     monkeypatch.setattr("jobs.evaluate.connect", lambda **_: pytest.fail("started Ray"))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What is evaluated: groups of prompts, sweeps and policies; bad input is one line, before Ray starts."""
+"""Inputs of an evaluation: groups of prompts, sweeps, policies; bad input ends in one line before Ray starts."""
 
 import dataclasses
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(
     metadata: Metadata,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is a store opened for it."""
+    """One-line error for bad input, before Ray starts and before a store is opened."""
     monkeypatch.setattr("jobs.evaluate.Registry.open", lambda: pytest.fail("opened a store"))
     target, draft = tiny_pair_dirs
     write_rows(tmp_path / "sweep" / "part.parquet", swept_rows, metadata)
@@ -106,7 +106,7 @@ def test_bad_input_is_one_line(
 def test_sweeps_are_of_one_pair(
     config: EvaluateConfig, tmp_path: Path, swept_rows: list[SweepRow], metadata: Metadata
 ) -> None:
-    """Of one name, but of another revision."""
+    """Sweeps of pairs with the same names but different revisions are refused."""
     other = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="another"))
     for name, of_sweep in (("one", metadata), ("two", other)):
         write_rows(tmp_path / name / "part.parquet", swept_rows, of_sweep)
@@ -136,7 +136,7 @@ def test_taus_of_sweeps_are_those_of_the_same_temperature(
 def test_policies_that_do_not_fit_are_refused(
     config: EvaluateConfig, registry: Registry, tiny_pair: Pair, policy_dir: Path, tmp_path: Path
 ) -> None:
-    """Those that are not there, those of other models, and those that were trained on one of the prompts."""
+    """Policies refused: missing ones, those of other models, and those trained on one of the prompts."""
 
     def refusal(policy: object, *more: object) -> str:
         pair = f"--target {config.pair.target} --draft {config.pair.draft}"

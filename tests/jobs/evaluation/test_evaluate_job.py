@@ -1,4 +1,4 @@
-"""Groups that are done are kept, and the job as a user runs it."""
+"""Evaluate job: finished groups are kept, and the whole job by command."""
 
 import json
 import os
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 Call = Callable[..., list[MethodRun]]
 
 
-# Groups that are done
+# Finished groups
 
 
 class KilledError(Exception):
@@ -86,7 +86,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     every = [(repeat, g + i, m) for repeat in range(2) for g in (0, 2, 4, 6) for m in FIXED for i in range(2)]
     assert [(run.repeat, run.prompt, run.method) for run in runs] == every
     assert runs[: 5 * 4 * 2] == before  # to the last digit of their seconds
-    # Killed before the result was written, it measures nothing again.
+    # After a kill before the result is written, nothing is measured again.
     assert list(measure_all(evaluator, pytest.fail)) == runs
 
 
@@ -106,7 +106,7 @@ def test_a_driver_that_lost_its_lease_keeps_no_group(start: Callable[..., Watche
 def test_other_settings_prompts_policies_or_weights_start_anew(
     config: EvaluateConfig, questions: list[Prompt], policy_dir: Path, tiny_pair: Pair, tmp_path: Path
 ) -> None:
-    """Each in a file of its own."""
+    """Separate file of finished groups for each combination of settings, prompts, policies and weights."""
     here = Setting(tiny_pair.id, "float32", "cpu", {}, price_here(tiny_pair.id), 30, {}, {}, {})
 
     def file(
@@ -168,7 +168,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
         return Job(command, cwd=ROOT, env=environment, output=tmp_path / "said")
 
     def lines() -> list[str]:
-        """Whole lines of the file of groups that are done."""
+        """Complete lines of the file of finished groups."""
         return "".join(path.read_text() for path in config.output.glob("runs-*.jsonl")).split("\n")[:-1]
 
     job = start_job()

@@ -1,4 +1,4 @@
-"""The result of an evaluation: the best fixed block size, the table, and what MLflow is told."""
+"""Result of an evaluation: the best fixed block size, the table, and the figures logged to MLflow."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from jobs.evaluation.result import best_fixed_of, known_taus, log, save
 
 
 def run_of(method: str, prompt: int, tokens_per_s: float, step_s: float = 1.0) -> MethodRun:
-    """A prompt of 100 tokens at these speeds."""
+    """Run of an answer of 100 tokens at this speed and step time."""
     later = {"num_later_tokens": 8, "num_later_steps": 10, "later_s": 10 * step_s}
     counts = {"num_verified": 10, "num_emitted": 20, "sum_block_sizes": 20, "num_equal": 1}
     total_s = 100 / tokens_per_s
@@ -78,7 +78,7 @@ class Saved(NamedTuple):
 def saved(
     config: EvaluateConfig, pair: Pair, speeds: Mapping[str, Sequence[float]], sets: str, champion: int | None = None
 ) -> Saved:
-    """The result of methods with these speeds on one prompt of each of the `sets`, one letter each."""
+    """Saved result of methods with these speeds by prompt; each letter of `sets` is a prompt's set."""
     texts = [Prompt(name, (Message("user", f"{name} {i}"),)) for i, name in enumerate(sets)]
     runs = [run_of(method, i, by_prompt[i]) for i in range(len(sets)) for method, by_prompt in speeds.items()]
     save(config, plan_of(config, texts, champion=champion), setting_of(pair.id, *speeds), runs)
@@ -114,7 +114,7 @@ def test_the_table_compares_the_policy(config: EvaluateConfig, tiny_pair: Pair) 
 
 
 def test_only_what_was_measured_is_compared_with(config: EvaluateConfig, tiny_pair: Pair) -> None:
-    """With the untrained choice prompt by prompt, so that slow prompts of both do not widen the interval."""
+    """Ratio to the untrained choice by prompt, so that prompts slow with both do not widen the interval."""
     speeds = {AR: [10] * 3, "B=2": [20] * 3, UNTRAINED: [20.0, 10.0, 40.0], POLICY: [21.0, 10.5, 42.0]}
     table, result = saved(config, tiny_pair, speeds, "aaa", champion=4)
     assert "Policy over the untrained choice: 1.050 of its tokens/s (1.050 to 1.050)." in table
@@ -160,7 +160,7 @@ def test_speeds_by_prompt_set(config: EvaluateConfig, tiny_pair: Pair) -> None:
 
 
 def test_the_control_tells_the_timing_noise(config: EvaluateConfig, tiny_pair: Pair) -> None:
-    """It is compared with AR, whose work it does, and widens the intervals of the others."""
+    """Control compared with AR, which does the same work; their difference widens the intervals of other methods."""
     speeds = {AR: [10] * 4, "B=2": [20] * 4, CONTROL: [10.2, 10.2, 9.9, 9.9], POLICY: [20] * 4}
     lines = saved(config, tiny_pair, speeds, "aabb").table.splitlines()
     overall = (4 / 10) / (2 / 10.2 + 2 / 9.9)
@@ -168,13 +168,13 @@ def test_the_control_tells_the_timing_noise(config: EvaluateConfig, tiny_pair: P
     assert "0.990 to 1.020" in noise
     start = next(i for i, line in enumerate(lines) if "by prompt set:" in line) + 2
     assert cells(lines[start])[1] == CONTROL
-    wider = 1.02 ** float(scipy.stats.t.ppf(0.975, 1))  # no prompt differs from another, and two engines do by 2%
+    wider = 1.02 ** float(scipy.stats.t.ppf(0.975, 1))  # prompts do not differ; the two engines do, by 2%
     assert cells(lines[start + 2])[1:3] == ["1.020 (1.020 to 1.020)", f"1.000 ({1 / wider:.3f} to {wider:.3f})"]
     assert CONTROL not in saved(config, tiny_pair, {AR: [10] * 2, "B=2": [20] * 2}, "aa").table
     assert "0.900 (0.900 to 0.900)" in saved(config, tiny_pair, {AR: [10] * 2, CONTROL: [9] * 2}, "aa").table
 
 
-# Telling MLflow
+# Logging to MLflow
 
 
 class Measured(NamedTuple):
@@ -210,11 +210,11 @@ def measured(config: EvaluateConfig, questions: list[Prompt], registry: Registry
 def test_a_version_is_tagged_with_its_speed_beside_the_champion(
     measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless its prompts may have been swept."""
+    """Version tagged with held-out figures only if the prompts are known to be outside its training data."""
     config, version, registry = measured
     file = config.output / "evaluation.json"
     stored = json.loads(file.read_text())
-    assert stored["setting"]["shown_held_out"]  # by the prompts that the policy remembers
+    assert stored["setting"]["shown_held_out"]  # by the training prompts recorded with the policy
     file.write_text(json.dumps(stored | {"setting": stored["setting"] | {"shown_held_out": False}}))
     result = log(config.output, registry)
     assert result.held_out is not None

@@ -27,7 +27,7 @@ def config(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> EvaluateConfig:
 
 
 def test_plain_decoding_and_lookup_are_measured(config: EvaluateConfig) -> None:
-    """The registry has no policy for it, and baselines that need a draft are left out."""
+    """Plain decoding and lookup only: no policy of the registry, and no baseline that needs a draft."""
     prompts, swept = read_inputs(config)
     plan = plan_for(config, prompts, swept, NO_REGISTRY)
     assert plan.policies == {}

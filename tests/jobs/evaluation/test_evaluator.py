@@ -1,4 +1,4 @@
-"""The actor as a plain class: every method really decodes the same text, and groups do not depend on each other."""
+"""Actor as a plain class: every method really decodes the same text, and groups do not depend on each other."""
 
 import dataclasses
 import re
@@ -68,10 +68,10 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     waves: int,
     temperature: float,
 ) -> None:
-    """In float32 the block size changes the speed only. The last group is not full."""
+    """Same text by every method in float32; the order of methods rotates. The last group is not full."""
     texts = questions[: concurrency * waves + 1]
     by_answer = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
-    by_answer.network.head.weight *= 30  # so that what it reads matters
+    by_answer.network.head.weight *= 30  # so that its input matters
     by_step = choosy_policy(tiny_pair.id, tiny_pair.vocab_size, (0.35, 0.7))
     policies = {POLICY: write_policy(tmp_path / "a", tiny_pair)}
     for name, learned in (("by-answer", by_answer), ("by-step", by_step)):
@@ -101,7 +101,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
         return [[timing.block_sizes for timing in measured[method]] for measured in evaluator.decoded[::2]]
 
     assert sizes_of(CONTROL) == sizes_of(AR)
-    assert sizes_of(POLICY) == sizes_of("B=3")  # with the ends that the limit cuts short
+    assert sizes_of(POLICY) == sizes_of("B=3")  # also at the end, where the limit cuts blocks short
     within_an_answer = [set(answer[:-4]) for answers in sizes_of("by-step") for answer in answers]
     assert max(map(len, within_an_answer)) > 1
 
@@ -132,7 +132,7 @@ def test_mixed_traffic_is_greedy_for_half_of_the_prompts(
 def test_trees_are_really_decoded(
     start: Start, tiny_pair: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a fixed size, and those that the draft's probabilities select; running means select chains."""
+    """Trees of a fixed size, and trees selected by the draft's probabilities; running means select chains."""
     baselines = "means", "untrained", "lookup", "switch", "no-lookup"
     cheap = price_here(tiny_pair.id, slot_s=1e-3, token_s=1e-3)
     evaluator = start(price=cheap, tree_sizes=(3,), baselines=baselines, temperature=temperature, waves=1)
@@ -197,7 +197,7 @@ def test_rival_drafts_decode_the_same_text_on_the_same_target(
 def test_the_oracle_takes_the_size_of_each_request_with_most_tokens_per_cost_just_measured(
     start: Start, questions: list[Prompt], tiny_pair: Pair, concurrency: int, costs: tuple[float, float, float]
 ) -> None:
-    """At a high temperature shared noise decides, and even a random draft is often right."""
+    """Block size of the oracle. At a high temperature the shared noise makes even a random draft often right."""
     launch_s, slot_s, token_s = costs
     price = price_here(tiny_pair.id, launch_s=launch_s, slot_s=slot_s / concurrency, token_s=token_s / concurrency)
     settings = {"temperature": 5.0, "max_new_tokens": 24, "waves": 1, "baselines": ("oracle",)}
@@ -223,7 +223,7 @@ def test_the_oracle_takes_the_size_of_each_request_with_most_tokens_per_cost_jus
 def test_a_group_does_not_depend_on_those_before_it(
     start: Start, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With steps of one second, a group that is measured after a kill is what it would be."""
+    """Equal block sizes of a group alone, as after a kill, and after another group, with steps of one second."""
     learn = Controller.learn
     monkeypatch.setattr(Controller, "learn", lambda self, outcome, seconds: learn(self, outcome, 1.0))
     save_policy(choosy_policy(tiny_pair.id, tiny_pair.vocab_size, (0.35, -0.2)), tmp_path / "policy")
@@ -257,19 +257,19 @@ def test_random_sizes_depend_on_seed_and_prompt_only(
         return [evaluator._size(RANDOM, place, repeat) for place in range(len(texts))]
 
     sizes = drawn()
-    assert set(sizes) == set(CANDIDATES)  # those of the policy, so AR is none of them
+    assert set(sizes) == set(CANDIDATES)  # the policy's candidates, so without AR
     assert min(Counter(sizes).values()) > 70
     assert drawn(questions[::-1][:4], concurrency=3, temperature=1.0, max_new_tokens=5) == sizes
     assert drawn(seed=2) == drawn(repeat=1) != sizes
 
 
 def test_answers_decoded_together_do_not_end_together(start: Start, tiny_pair: Pair) -> None:
-    """One at a time they are as long as is allowed; none of these ends by itself."""
+    """Different length limits for answers decoded together, the full one for single answers (none stops early)."""
     lengths = {}
     for concurrency in (1, 3):
         runs = start(price=price_here(tiny_pair.id), concurrency=concurrency).measure(0, 0)
         lengths[concurrency] = {(run.prompt, run.totals.num_tokens) for run in runs}
-        assert len(lengths[concurrency]) == len({run.prompt for run in runs})  # by every method as long
+        assert len(lengths[concurrency]) == len({run.prompt for run in runs})  # the same for every method
     assert {num for _, num in lengths[1]} == {NUM_TOKENS}
     drawn = {num for _, num in lengths[3]}
     assert len(drawn) > 1
@@ -306,7 +306,7 @@ def test_a_price_that_was_given_is_used_where_it_holds(
 
 @pytest.mark.usefixtures("price_as_given")
 def test_a_prompt_longer_than_the_context_is_set_aside(start: Start, tiny_pair: Pair, tmp_path: Path) -> None:
-    """The others are measured as if it were not there."""
+    """Other prompts are measured as if the long one did not exist."""
     short, price = ["short?", "shorter", "brief"], price_here(tiny_pair.id)
     without, beside = (
         start(load_prompts(str(prompt_file(tmp_path / "texts.jsonl", texts))), price=price, waves=2)
@@ -363,7 +363,7 @@ def test_fixed_block_sizes_are_those_asked_for_or_the_policys_or_around_the_trai
 def test_a_step_policy_is_the_prior_of_its_engine_in_every_group(
     start: Start, tiny_pair: Pair, policy_dir: Path, tmp_path: Path
 ) -> None:
-    """What it learned in one group is forgotten in the next; beside it the untrained choice starts from nothing."""
+    """Step policy reset to its weights before every group; the untrained choice starts from zero weights."""
     policy = step_policy(tiny_pair.id, tiny_pair.vocab_size)
     save_policy(policy, tmp_path / "step")
     policies, price = {POLICY: tmp_path / "step", "fixed": policy_dir}, price_here(tiny_pair.id, slot_s=0.1)
@@ -383,7 +383,7 @@ def test_a_step_policy_is_the_prior_of_its_engine_in_every_group(
 def test_what_adapts_starts_every_group_as_it_was_after_prompts_of_others(
     start: Start, questions: list[Prompt], tiny_pair: Pair
 ) -> None:
-    """Prompts of every second group, so that no group has met its own; without any it starts from nothing."""
+    """Warm-up of a group on prompts of every second group, never its own; a single group starts without warm-up."""
     settings = {"price": price_here(tiny_pair.id), "warm_up": 2, "max_new_tokens": 40, **FEW_METHODS}
     evaluator = start(questions[:5], waves=1, **settings)
     asked = list[list[int]]()

@@ -58,19 +58,19 @@ def test_sums_are_those_of_single_runs(
 
 @pytest.fixture
 def steps_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are measured; the engine has a clock of its own."""
+    """Make every step take one second on the measurement's clock; the engine's clock is separate."""
     seconds = iter(range(10_000))
     monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
 
 
 @pytest.mark.usefixtures("steps_of_a_second")
 def test_shares_are_those_of_full_batches(tiny_pair: Pair, questions: list[Prompt]) -> None:
-    """Two slots, three plain requests: the third never has the engine to itself."""
+    """Half of every step for each of three plain requests in two slots; the third never runs alone."""
     measured = timings(Engine(tiny_pair, num_slots=2, max_length=256), unstopped(tiny_pair, questions[:3]))
     assert [len(timing.output) for timing in measured] == [NUM_TOKENS] * 3
     for timing in measured:
         assert timing.total_s == NUM_TOKENS / 2
-        # Two of a request's steps have a prompt: its own, and that of the request which begins beside it.
+        # Two of a request's steps have a prefill: its own, and that of the request that starts next to it.
         assert timing.num_later_steps == timing.later_s == (NUM_TOKENS - 2) / 2
         assert timing.num_later_tokens == NUM_TOKENS - 2
 
@@ -91,7 +91,7 @@ def test_requests_begin_one_after_the_other_in_a_full_batch(tiny_pair: Pair, que
 
 @pytest.mark.usefixtures("steps_of_a_second")
 def test_all_parts_of_a_long_prompt_are_timed(tiny_pair: Pair) -> None:
-    """Five parts, of which the last emits a token, and one more step."""
+    """Chunked prefill in five steps, the last of which emits a token, and one more step."""
     engine = Engine(tiny_pair, num_slots=1, max_length=600, max_prefill_tokens=20)
     (timing,) = timings(engine, [Request(tuple(range(1, 101)), 2, block_size=1)])
     assert (timing.total_s, timing.later_s) == (6, 1)
@@ -109,7 +109,7 @@ def test_prefill_and_policy_are_inside_the_end_to_end_time(tiny_pair: Pair, ques
 
 
 def test_flows_are_interleaved_and_end_together(tiny_pair: Pair, questions: list[Prompt]) -> None:
-    """One emits two tokens a step, the other one; six of each at a time."""
+    """Flows of one and of two tokens a step, interleaved by six tokens of each."""
     tokens: list[str] = []
 
     class Recorded(Flow):

@@ -1,4 +1,4 @@
-"""A replica of the tiny pair, which all tests of a worker share, and a client that leaves nothing in its engine."""
+"""Replica of the tiny pair, shared by all tests of a pytest worker, and a client that leaves no request in it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from jobs.serving.replica import Replica
 
 @pytest.fixture(scope="session", autouse=True)
 def prices_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Step costs of tests are not those of the user's servers."""
+    """Separate folder of step costs, so that tests do not use those of the user's servers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jobs.common.prices.FOLDER", tmp_path_factory.mktemp("prices"))
         yield
@@ -33,6 +33,6 @@ def client(replica: Replica) -> Iterator[ApiClient]:
 
 @pytest.fixture
 def send() -> Iterator[Send]:
-    """Sends a request to an app: `send(app, body, ...)`, as HttpCall, and returns at once."""
+    """`send(app, body, ...)` sends a request to an app, as an HttpCall, and returns immediately."""
     with event_loop() as loop:
         yield partial(HttpCall, loop)

@@ -1,4 +1,4 @@
-"""Abuse of a server beside well-behaved clients: every kind is answered, and what those were promised is kept.
+"""Abuse of a server next to well-behaved clients: every kind is answered, and the clients get what was promised.
 
 Abusers send bodies that never end, do not read their answers, leave early, ask for absurd things and send junk. The
 long test also kills and stops replicas, takes the registry away and changes champions, for ten minutes:
@@ -93,18 +93,18 @@ def test_what_the_well_behaved_were_promised_is_kept(tmp_path: Path, monkeypatch
 
 @dataclass
 class Report:
-    """Counts of what was sent, and what came of it."""
+    """Counts of requests and faults, and their outcomes."""
 
     good: Counter[str] = field(default_factory=Counter)
     """Answers to the well-behaved, by outcome: right, refused, on a lost replica, lost, wrong."""
     bad: Counter[str] = field(default_factory=Counter)
-    """Abuse by kind, and the statuses that answered it."""
+    """Abuse by kind and by the statuses that answered it."""
     faults: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
     memory: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Resident bytes of all such processes, by kind of process."""
+    """Resident bytes by kind of process, summed over its processes."""
     examples: list[str] = field(default_factory=list)
-    """Answers that should not have been."""
+    """Lost and wrong answers, and failed health checks."""
 
 
 def _store(folder: Path) -> str:
@@ -112,7 +112,7 @@ def _store(folder: Path) -> str:
 
 
 def register() -> list[Version]:
-    """Versions of the policies in a registry of their own; the first one is champion."""
+    """Versions of the policies, registered in a separate registry; the first one is champion."""
     registry, versions = Registry.open(), list[Version]()
     for directory in POLICIES:
         target = load_policy(directory).info.pair.target
@@ -122,11 +122,11 @@ def register() -> list[Version]:
     return versions
 
 
-# --- the well-behaved, and who watches ---
+# --- well-behaved clients, and watchers ---
 
 
 class AbuseRun:
-    """Everything that happens for MINUTES, on one event loop."""
+    """Clients, abusers, faults and watchers, for MINUTES on one event loop."""
 
     def __init__(self, folder: Path, server: Server, versions: Sequence[Version]) -> None:
         self.report, self._dice, self._end = Report(), random.Random(0), 0.0
@@ -147,7 +147,7 @@ class AbuseRun:
                     group.create_task(watch())
 
     async def _known(self, clients: Clients, body: Mapping[str, Any]) -> str:
-        """The answer before there is any abuse; raises ValueError where it is not whole."""
+        """Answer before any abuse; raises ValueError if it is not complete."""
         received = await clients.send(body)
         if not received.whole:
             raise ValueError(f"the server does not answer before it is abused: {received.status} {received.error}")
@@ -244,7 +244,7 @@ def _outcome(received: Received, text: str) -> str:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of a process; 0 for one that is gone."""
+    """Resident bytes of a process; 0 if it has ended."""
     with contextlib.suppress(OSError):
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")

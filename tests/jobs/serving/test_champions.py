@@ -1,4 +1,4 @@
-"""Following the registry's champion: new ones are used, and whatever goes wrong the policy stays."""
+"""Following the registry's champion: a new one is used, and after any error the present policy stays."""
 
 import asyncio
 import shutil
@@ -47,7 +47,7 @@ class Followed:
         }  # fmt: skip
 
     def crown(self, *candidates: int, pair: PairId | None = None, policy: LearnedPolicy | None = None) -> Version:
-        """Register a policy, or one of these candidates, and make it champion."""
+        """Register `policy`, or one with these candidate block sizes, and make it champion."""
         directory = self.folder / f"policy-{sum(1 for _ in self.folder.glob('policy-*'))}"
         save_policy(policy or tiny_policy(pair or self.pair.id, 260, candidates), directory)
         with self.registry.log_run("train") as record:
@@ -57,7 +57,7 @@ class Followed:
         return version
 
     def follow(self, *candidates: int) -> Version:
-        """A new champion, which the replica uses from now on; it looks at the registry only when told."""
+        """New champion, which the replica uses from now on; it polls the registry again only in `look`."""
         version = self.crown(*candidates)
         self.configure()
         return version
@@ -66,7 +66,7 @@ class Followed:
         self.replica.reconfigure(self.settings | settings)
 
     def look(self) -> JsonObject:
-        """Look at the registry; what /health then says of the policy."""
+        """Poll the registry; returns the policy's part of /health afterwards."""
         assert self.replica.policy.watch is not None
         self.replica.policy.watch.look()
         return self.status
@@ -82,13 +82,13 @@ class Followed:
 
     @property
     def priced_device(self) -> str:
-        """Device of the step cost in use: the one of the controller of another request."""
+        """Device of the step cost in use, read from the controller after another request."""
         self.client.ask(CHAT, BODY)
         return self.replica.loop.engine.controller.price.device
 
     @contextmanager
     def request_in_flight(self) -> Iterator[list[JsonObject]]:
-        """A long request, which is answered at the end; the list then has its usage."""
+        """Long request during the block; at its end the request is answered and the list has its usage."""
         usages, body = list[JsonObject](), BODY | {"max_tokens": 500}
         thread = threading.Thread(target=lambda: usages.append(self.client.ask(CHAT, body)["usage"]))
         thread.start()
@@ -151,7 +151,7 @@ def test_an_outage_keeps_the_policy_and_is_reported_until_it_is_over(followed: F
 
 
 def test_a_refused_champion_is_reported_and_tried_once(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of another revision; until the registry has named another, /health says why it is not used."""
+    """Champion of another revision; until the registry has another one, /health says why it is not used."""
     first, pair = followed.follow(3), followed.pair.id
     copied, download = list[int](), Registry.download
 
@@ -183,7 +183,7 @@ def test_a_refused_champion_is_reported_and_tried_once(followed: Followed, monke
 def test_a_champion_that_fails_where_it_decides_is_not_used(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One with a block size that no engine verifies, and one of each kind that fails in an engine."""
+    """Champion with a block size above the engine's limit, and one of each kind that fails in an engine."""
     first, pair = followed.follow(3), followed.pair.id
     followed.crown(3, 33)
     assert "block size 33: must be at most 32" in followed.look()["error"]
@@ -202,7 +202,7 @@ def test_a_champion_that_fails_where_it_decides_is_not_used(
 
 
 def test_a_champion_of_kind_step_is_the_prior_of_every_choice(followed: Followed) -> None:
-    """Its kind may change: each fixes block sizes, or leaves rows to a controller that starts with its weights."""
+    """Change of the champion's kind: it fixes block sizes, or is the prior of the controller that selects them."""
     followed.follow(3)
     policy, engine, ask = step_policy(followed.pair.id, 260), followed.replica.loop.engine, followed.client.ask
     before = ask(CHAT, BODY)
@@ -307,7 +307,7 @@ def test_the_policies_of_the_repository_are_served_where_they_are_asked_for(embe
 
 
 def priced_policy(followed: Followed, seed: int, device: str = "another device") -> str:
-    """The directory of a policy of kind `step` whose step price is of this device."""
+    """Directory of a policy of kind `step` with a step price of this device."""
     pair, directory = followed.pair.id, followed.folder / f"{device[:3]}-{seed}"
     save_policy(step_policy(pair, 260, price=price(pair=pair, device=device, token_s=0.1), seed=seed), directory)
     return str(directory)
@@ -316,8 +316,8 @@ def priced_policy(followed: Followed, seed: int, device: str = "another device")
 def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later policies are weighed with that price; one that comes with a policy is used where none was measured, and
-    kept where it is of this device."""
+    """Measured price, also used for later policies. A policy's price is used if none was measured, and kept if it is
+    of this device."""
     replica, here, other = followed.replica, device_name(followed.pair.target.device), "another device"
     nums_in_flight = list[int]()
 
@@ -326,7 +326,7 @@ def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
         return measure_price(*arguments)
 
     monkeypatch.setattr("jobs.serving.policies.kept_price", timing)
-    replica.reconfigure({"policy": 2})  # a server that starts so measures nothing
+    replica.reconfigure({"policy": 2})  # a start with a block size measures nothing
     for device, expected in ((other, other), (here, here), (other, here)):
         replica.reconfigure({"policy": priced_policy(followed, 0, device)})
         assert followed.priced_device == expected

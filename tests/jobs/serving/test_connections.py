@@ -1,4 +1,4 @@
-"""Clients beside each other: no key, silent connection or reader that has stopped keeps others from their places."""
+"""Isolation of clients: no key, silent connection or stalled reader takes the places of others."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ BODY = {"model": "fast", "prompt": "Once", "stream": True}
 
 
 class FastModel:
-    """Answers with megabytes as fast as they are read, as log probabilities of a fast model are."""
+    """Model that answers with megabytes as fast as they are read, like log probabilities of a fast model."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -52,7 +52,7 @@ Open = Callable[[str, bytes], socket.socket]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Opens connections with small buffers, over which something is sent."""
+    """`opened(url, sent)` opens a connection with a small buffer and sends bytes over it."""
     with ExitStack() as stack:
 
         def open_(url: str, sent: bytes) -> socket.socket:
@@ -73,14 +73,14 @@ def request_of(body: dict[str, Any], key: str) -> bytes:
 
 
 def drip(connection: socket.socket) -> None:
-    """Send a byte at a time, for long; ends with an error."""
+    """Send a byte at a time, for long; raises ConnectionError once the server cuts the connection."""
     for _ in range(int(patient(400))):
         connection.send(b"y")
         time.sleep(0.025)
 
 
 def is_cut(connection: socket.socket) -> bool:
-    """True once the server has let go of a connection, whose rest is read."""
+    """True if the server has closed a connection; reads the rest of it."""
     try:
         while connection.recv(2**16):
             pass
@@ -92,7 +92,7 @@ def is_cut(connection: socket.socket) -> bool:
 
 
 def status_of(url: str, key: str) -> int:
-    """Of a short answer that is read."""
+    """Status of a request with a short answer, which is read."""
     headers = {"Authorization": f"Bearer {key}"}
     body = BODY | {"max_tokens": 1}
     return httpx.post(url + COMPLETIONS, json=body, headers=headers, timeout=patient(10)).status_code
@@ -119,7 +119,7 @@ def test_streams_that_nobody_reads_hold_their_key_s_places_until_their_deadline(
 
 
 def test_slow_bodies_of_a_key_leave_places_to_others(send: Send) -> None:
-    """Beyond its places a key is refused at once, /health is answered, and after a while all is as before."""
+    """Key refused (429) beyond its places, while others and /health are answered; places free after the timeout."""
     exchanges, late_s = list[Exchange](), patient(0.5)
     limits = Limits(max_requests=8, body_timeout_s=late_s)
     app = make_app({"fast": FastModel()}, keys=KEYS, limits=limits, on_exchange=exchanges.append)
@@ -136,7 +136,7 @@ def test_slow_bodies_of_a_key_leave_places_to_others(send: Send) -> None:
 
 
 def test_a_connection_without_a_whole_head_is_cut(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent ones, those that drip, and those that go on with a head that does not end."""
+    """Connections cut: silent ones, those that send a byte at a time, and those whose head does not end."""
     monkeypatch.setattr(gateway, "LOOK_S", 0.3)
     head = b"GET /health HTTP/1.1\r\nHost: here\r\nX: "
     with over_http(make_app({"fast": FastModel()})) as url:
@@ -152,7 +152,7 @@ def test_a_connection_without_a_whole_head_is_cut(opened: Open, monkeypatch: pyt
 def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that waits for its answer, or reads it slowly."""
+    """Connections not cut: one kept for the next request, and one that waits for its answer or reads it slowly."""
     monkeypatch.setattr(gateway, "LOOK_S", 0.05)
     with over_http(make_app({"fast": FastModel()})) as url:
         get = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -179,7 +179,7 @@ def test_a_connection_that_does_not_read_is_cut(opened: Open, monkeypatch: pytes
 
 
 def test_a_gateway_that_does_not_listen_any_more_is_not_healthy() -> None:
-    """Serve then replaces it."""
+    """Failed health check, after which Serve replaces the gateway."""
 
     async def scene() -> None:
         port = free_port()
@@ -202,7 +202,7 @@ def test_a_gateway_that_does_not_listen_any_more_is_not_healthy() -> None:
 
 @given(st.lists(st.one_of(st.sampled_from("abc"), st.none()), max_size=60))
 def test_clients_are_served_one_after_another_and_each_keeps_its_order(events: list[str | None]) -> None:
-    """A letter: that client puts its next item; None: one is taken."""
+    """Round-robin between clients. Events: a letter puts that client's next item, None takes an item."""
     queue, waiting = FairQueue[tuple[str, int]](), {name: deque[int]() for name in "abc"}
     for number, name in enumerate(events):
         if name is not None:
@@ -213,7 +213,7 @@ def test_clients_are_served_one_after_another_and_each_keeps_its_order(events: l
             assert item == waiting[client].popleft()
         assert len(queue) == sum(map(len, waiting.values()))
     order = [queue.take()[0] for _ in range(len(queue))]
-    for index, client in enumerate(order):  # nobody is served again while another one waits for the first time
+    for index, client in enumerate(order):  # no client is served twice while another waits
         others = {name for name in order[index:] if name != client}
         again = order.index(client, index + 1) if client in order[index + 1 :] else len(order)
         assert others <= set(order[index + 1 : again]) or again == len(order)
@@ -228,7 +228,7 @@ def test_no_client_of_several_holds_more_than_half(capacity: int, asked: list[tu
         free = capacity - sum(held.values())
         if has_room(held[name], num, free, alone=False):
             held[name] += num
-        assert has_room(0, 1, free, alone=False) == (free > 0)  # whoever has none gets one
+        assert has_room(0, 1, free, alone=False) == (free > 0)  # a client that has none gets one
     assert max(held.values()) <= max(capacity // 2, 1)
     assert sum(held.values()) <= capacity
     assert has_room(0, capacity, capacity, alone=True)

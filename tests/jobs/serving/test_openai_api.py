@@ -51,10 +51,10 @@ def test_models_and_health(client: ApiClient, tiny_pair: Pair) -> None:
 def test_health_tells_whether_the_last_step_drafted(
     client: ApiClient, replica: Replica, monkeypatch: pytest.MonkeyPatch, block_size: int, drafting: set[bool]
 ) -> None:
-    """Steps that take in a prompt, or have one token left, do not draft."""
+    """Flag `drafting` of the last step. Steps with a prefill, or with one token left, do not draft."""
     told = set[bool]()
     body = {"messages": QUESTION, "max_tokens": 20}
-    client.ask(CHAT, body | {"block_size": 1})  # prompts alone leave what the last block said
+    client.ask(CHAT, body | {"block_size": 1})  # steps with a prefill do not change the flag
     idle(replica)
     monkeypatch.setattr(replica.loop, "on_step", lambda *_: told.add(asyncio.run(replica.status())["drafting"]))
     client.ask(CHAT, body | {"block_size": block_size})
@@ -82,7 +82,7 @@ def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
 
 
 def test_usage_adds_up_and_lengths_have_openais_defaults(client: ApiClient, tiny_pair: Pair) -> None:
-    """A completion has 16 tokens; a chat answer may fill the context."""
+    """Default lengths: 16 tokens for a completion, the rest of the context for a chat."""
     body = {"messages": QUESTION, "temperature": 0}
     answer = client.ask(CHAT, body | {"max_completion_tokens": 21})
     usage = answer["usage"]
@@ -109,7 +109,7 @@ def test_stream_has_the_same_text_and_can_show_its_steps(client: ApiClient, path
             stopped = client.ask(path, body | {"block_size": block_size})
             assert text_of(stopped) == text[: text.index(text[20:23])]
             assert stopped["usage"]["completion_tokens"] < 60
-    whole = client.ask(path, body | {"cache_salt": "whole"})  # neither finds what the other one left
+    whole = client.ask(path, body | {"cache_salt": "whole"})  # separate prefix caches
     options = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": "stream"}
     response = client.post(path, json=MODEL | body | options)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -153,7 +153,7 @@ def test_without_a_seed_answers_differ_and_tell_their_seed(client: ApiClient) ->
 
 
 def test_same_text_alone_and_in_a_crowd(client: ApiClient, replica: Replica) -> None:
-    """More requests than slots, mixed block sizes: they share batches and do not show it."""
+    """Same texts alone and in shared batches, with mixed block sizes and more requests than slots."""
     bodies = [{"prompt": "abc" * (1 + i), "max_tokens": 20 + 3 * i, "seed": i} for i in range(10)]
     alone = [client.ask(COMPLETIONS, body | {"block_size": 1})["choices"] for body in bodies]
     num_active, engine = list[int](), replica.loop.engine
@@ -184,7 +184,7 @@ def test_acceptance_comes_under_vllms_names_and_llama_cpps_field_is_read(client:
     assert "metrics" not in client.ask(COMPLETIONS, body | {"speculative.n_max": 0})
 
 
-# --- the prefix cache: usage and metrics say what was not computed, and every text stays the same ---
+# --- the prefix cache: usage and metrics count cached tokens, and every text stays the same ---
 
 SYSTEM = {"role": "system", "content": "Answer in short and simple words, and say so where you do not know."}
 FIRST = [SYSTEM, *QUESTION]
@@ -200,7 +200,7 @@ def cached(usage: JsonObject) -> int:
 
 def test_the_second_turn_of_a_chat_computes_only_what_is_new(client: ApiClient, tiny_pair: Pair) -> None:
     first = client.ask(CHAT, chat(FIRST, "turns"))
-    # ASCII, which the tokenizer of bytes gives back as it came.
+    # ASCII, which the byte tokenizer decodes and encodes without loss.
     turn = {"role": "assistant", "content": text_of(first).encode("ascii", errors="ignore").decode()}
     messages = [*FIRST, turn, {"role": "user", "content": "And what is a tree?"}]
     answers = [first, *(client.ask(CHAT, chat(messages, "turns")) for _ in range(2))]
@@ -218,7 +218,7 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(client: ApiClient, 
 
 
 def test_choices_share_their_prompt_which_is_counted_once_in_streams_too(client: ApiClient) -> None:
-    """The first choice computes it: nothing was there for the request."""
+    """Cached tokens are counted once per request: none for the first one, whose first choice computes the prompt."""
     body = {
         "prompt": "Once upon a time there was a tree in a wood.",
         "max_tokens": 5,
@@ -280,7 +280,7 @@ def test_accepted_tokens_are_counted_by_what_proposed_them(
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
-    """Under the names that Ray exports, in panels side by side."""
+    """Metrics under the names that Ray exports, in panels that do not overlap."""
     suffix = {"Counter": "_total", "Gauge": "", "Histogram": "_bucket"}
     folder, metric = Path(metrics.__file__).parent, r'(Counter|Gauge|Histogram)\(\s*"(blockpilot_\w+)"'
     exported = re.findall(metric, (folder / "metrics.py").read_text())

@@ -1,4 +1,4 @@
-"""Several choices and prompts, prompts that are shown, log probabilities, and places of tokens in the text."""
+"""Several choices and prompts, echoed prompts, log probabilities, and offsets of tokens in the text."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def test_choices_are_those_of_following_seeds(client: ApiClient, path: str, seed
 
 
 def test_all_choices_or_none(tiny_pair: Pair) -> None:
-    """Six places: a request for seven choices takes none of them, and never can."""
+    """Request for seven choices refused by a server with six places; it takes none of them."""
     body, prompts = {"prompt": "x"}, ["x"] * 7
     changes = [({"n": 7}, "n"), ({"prompt": prompts}, "prompt"), ({"prompt": prompts[:4], "n": 2}, "prompt")]
     with served(tiny_pair, num_slots=4, max_length=300, max_queue=2) as client:
@@ -92,7 +92,7 @@ def test_chat_log_probabilities(client: ApiClient, block_size: int) -> None:
 
 
 def check_offsets(choice: JsonObject) -> None:
-    """Whole tokens are where their offset says, and offsets follow each other."""
+    """Check that whole tokens are at their offsets, and that offsets ascend."""
     logprobs, text = choice["logprobs"], choice["text"]
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         if "\ufffd" not in token and token not in NAMES:
@@ -102,7 +102,7 @@ def check_offsets(choice: JsonObject) -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 def test_a_text_of_half_characters_is_one_at_every_block_size(tiny_pair: Pair, kind: str) -> None:
-    """Characters of one to four bytes, the last one cut by max_tokens; streamed or not, with stop strings or not."""
+    """Same text of characters of one to four bytes, the last one cut, streamed or not, with stop strings or not."""
     pair = replace(tiny_pair, tokenizer=byte_fallback_tokenizer()) if kind == "byte-fallback" else tiny_pair
     body = {"prompt": [10, 20, 30], "seed": 1, "logprobs": 5}
     body |= {"structured_outputs": {"regex": "(\U0001f642|\U0001f643|\u4f60|\u00e9|a){40}"}}
@@ -128,11 +128,11 @@ def test_a_text_of_half_characters_is_one_at_every_block_size(tiny_pair: Pair, k
         assert "\ufffd" in ends
 
 
-# --- prompts, several of them, and shown ---
+# --- several prompts, and echoed prompts ---
 
 
 def target_logprobs(pair: Pair, tokens: Sequence[int]) -> torch.Tensor:
-    """[tokens - 1, vocab]: of every token after the first, by one pass of the stock model."""
+    """Log probabilities [tokens - 1, vocab] of every token after the first, by one pass of the stock model."""
     return pair.target(torch.tensor([tokens])).logits[0, :-1].log_softmax(dim=-1)
 
 
@@ -163,7 +163,7 @@ def test_prompts_are_answered_as_each_is_alone(client: ApiClient, tiny_pair: Pai
 
 
 def test_a_prompt_without_the_tokenizers_special_tokens(tiny_pair: Pair) -> None:
-    """A tokenizer that begins texts with one, as Llama's does."""
+    """Special token at the beginning of a text, as Llama's tokenizer adds it, left out on request."""
     tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer, eos_token="<eos>")
     begins = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS_ID)])
     tokenizer.backend_tokenizer.post_processor = begins
@@ -178,8 +178,8 @@ def test_a_prompt_without_the_tokenizers_special_tokens(tiny_pair: Pair) -> None
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 9])
 def test_echo_shows_prompts_and_their_log_probabilities(client: ApiClient, tiny_pair: Pair, max_tokens: int) -> None:
-    """lm-eval sends such bodies with one token, which must come even where it is a stop token, and takes a token for
-    the likeliest one where the log probabilities are equal. The last prompt goes on with the likeliest ones.
+    """lm-eval sends such bodies with max_tokens 1, whose token must be returned even if it is a stop token. It counts
+    a prompt token as greedy if its log probability is the highest; the last prompt ends with greedy tokens.
     """
     ids = as_ids(tiny_pair, TEXTS)
     for _ in range(6):
@@ -227,7 +227,7 @@ def test_a_stream_begins_with_the_prompt(client: ApiClient) -> None:
 
 
 def test_an_echo_fills_the_context(client: ApiClient) -> None:
-    """299 tokens and the one that every request decodes; one more does not fit."""
+    """Prompt of 299 tokens, plus the one that every request decodes, fills the context; one more does not fit."""
     body = {"max_tokens": 0, "echo": True, "logprobs": 1}
     answer = client.ask(COMPLETIONS, body | {"prompt": [65] * 299})
     assert answer["usage"]["total_tokens"] == 299
@@ -266,14 +266,14 @@ def test_a_prompt_with_log_probabilities_is_the_same_when_its_keys_and_values_we
     assert None not in echo["choices"][0]["logprobs"]["token_logprobs"][1:]
 
 
-# --- places of tokens in the text, against a slow oracle, and names that lose no token ---
+# --- offsets of tokens in the text, against a slow reference, and unique names of tokens ---
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
 SPELLED = {id(BYTE_LEVEL): byte_level_bytes, id(BYTE_FALLBACK): byte_fallback_bytes}
 
 
 def characters_of_bytes(data: bytes) -> list[int]:
-    """Index of the character that each byte is in, where U+FFFD stands for what is no character."""
+    """Index of the character of each byte; invalid bytes decode to U+FFFD."""
     return [len(data[: end + 1].decode(errors="replace")) - 1 for end in range(len(data))]
 
 
@@ -281,7 +281,7 @@ def characters_of_bytes(data: bytes) -> list[int]:
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_token_is_where_its_first_byte_is(tokenizer: object, data: st.DataObject) -> None:
-    """Tokens of random bytes, special ones and ids that are no token among them."""
+    """Offset of a token is that of its first byte: random bytes, special tokens, and ids without a token."""
     bytes_of = SPELLED[id(tokenizer)]
     halves = [tokenizer.encode(char) for char in "é你🙂"]
     halves = [ids[:num] for ids in halves for num in range(1, len(ids) + 1)]

@@ -1,4 +1,4 @@
-"""The life of a request, at the level of ASGI: clients that vanish, full queues, deadlines, engines that fail."""
+"""Life cycle of requests at the ASGI level: disconnected clients, full queues, deadlines, failing engines."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def replica(tiny_pair: Pair) -> Iterator[Replica]:
 
 @pytest.fixture
 def one_slot(tiny_pair: Pair) -> Iterator[Replica]:
-    """With a place in the queue."""
+    """Replica with one slot and one place in the queue."""
     with replica_of(tiny_pair, num_slots=1, max_length=300, max_queue=1) as replica:
         yield replica
 
@@ -48,7 +48,7 @@ def last_error(call: HttpCall, *param: str) -> dict[str, Any]:
 
 
 def is_whole(call: HttpCall) -> bool:
-    """True for a stream that has come to its end, or a whole answer."""
+    """True for a complete stream or a complete answer."""
     return call.status == 200 and (call.text.endswith("data: [DONE]\n\n") or "choices" in json.loads(call.text))
 
 
@@ -111,7 +111,7 @@ def failing_passes(replica: Replica) -> Iterator[None]:
 def test_a_failing_request_ends_alone(
     cause: str, error: str, temperature: float, replica: Replica, monkeypatch: pytest.MonkeyPatch, send: Send
 ) -> None:
-    """One at whose prompt the policy raises, and one whose scores are no numbers."""
+    """Failure of one request only: the policy raises at its prompt, or its logits are NaN."""
     engine, app = replica.loop.engine, app_of(replica)
     score = engine._score
 
@@ -201,7 +201,7 @@ def test_metrics_that_fail_end_no_request(replica: Replica, caplog: pytest.LogCa
 
 
 def test_requests_that_wait_in_the_loop_wait_for_nothing_else(replica: Replica) -> None:
-    """The engine refuses what is added beyond its slots, and no stream that closes wakes the loop."""
+    """Queued requests start without the wake-up of a closing stream; the engine takes no more than its slots."""
 
     async def scene() -> None:
         streams = [replica.loop.submit([Request((1, 2, 3), 3, stop_token_ids=frozenset())]) for _ in range(12)]
@@ -220,7 +220,7 @@ def test_requests_that_wait_in_the_loop_wait_for_nothing_else(replica: Replica) 
 
 
 def test_only_the_engines_thread_keeps_a_team_of_openmps(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are loaded and prices measured on threads that end: with another team waiting threads sleep at once."""
+    """Temporary threads load models and time steps: with another OpenMP team waiting threads sleep immediately."""
     threads = list[threading.Thread]()
 
     def noted(work: Callable[..., Any]) -> Callable[..., Any]:

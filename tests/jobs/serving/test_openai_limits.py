@@ -123,7 +123,7 @@ def test_models_are_asked_for_by_name_and_one_that_is_lost_does_not_take_the_oth
 def test_a_stream_sends_what_comes_within_its_interval_together(
     tiny_pair: Pair, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own interval, or that of a server which many ask."""
+    """Chunks merged within the configured interval, or within that of a server with many requests."""
     body = {"max_tokens": 40, "temperature": 0, "block_size": 2, **PROMPTS[path]}
     body["logprobs"], field = (True, "content") if path == CHAT else (0, "tokens")
     answers, num_chunks = [], []

@@ -1,4 +1,4 @@
-"""Fields beyond OpenAI's: sampling, what ends an answer, what a template reads, and lookup."""
+"""Fields beyond OpenAI's: sampling, ends of answers, arguments of the chat template, and lookup."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 3, "ignore_eos":
 
 
 def library_text(pair: Pair, sampling: Sampling) -> str:
-    """The text of BODY, one token at a time by the library."""
+    """Text of BODY, decoded by the library one token at a time."""
     prompt = tuple(pair.tokenizer(BODY["prompt"])["input_ids"])
     request = Request(prompt, 40, sampling, 1)
     (steps,) = run(Engine(pair, num_slots=1, max_length=300), [request])
@@ -48,7 +48,7 @@ def test_each_field_gives_the_librarys_text_at_every_block_size(
     for block_size in (1, 4):
         body = BODY | {"temperature": temperature, "block_size": block_size}
         assert text_of(client.ask(COMPLETIONS, body | fields)) == expected
-    if temperature or "min_p" not in fields:  # the likeliest token stays that
+    if temperature or "min_p" not in fields:  # min_p keeps the likeliest token
         assert text_of(client.ask(COMPLETIONS, BODY | {"temperature": temperature})) != expected
 
 
@@ -65,7 +65,7 @@ def test_stop_tokens_of_the_request_end_it_without_their_text(client: ApiClient,
     assert not text_of(answer).endswith(stop)
     later = client.ask(COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": index + 2})
     assert later["usage"]["completion_tokens"] >= index + 2
-    assert stop not in text_of(later)[: index + 1]  # it has no chance so long
+    assert stop not in text_of(later)[: index + 1]  # its probability is 0 until then
 
 
 def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: ApiClient) -> None:
@@ -102,7 +102,7 @@ TEMPLATE += "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
 
 @pytest.fixture(scope="module")
 def reader(tiny_pair: Pair) -> Iterator[ApiClient]:
-    """A pair whose template reads more than messages, and divides by what a request says."""
+    """Client of a pair whose template reads more than messages, and divides by a request's `zero`."""
     tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer, eos_token="<eos>")
     tokenizer.chat_template = TEMPLATE + "{% if zero is defined %}{{ 1 // zero }}{% endif %}"
     with served(replace(tiny_pair, tokenizer=tokenizer), max_length=300) as client:
@@ -144,14 +144,14 @@ def test_a_template_that_fails_is_400(reader: ApiClient, kwargs: JsonObject) -> 
     assert "chat template" in refused["message"]
 
 
-# --- lookup, and what usage and steps say of it ---
+# --- lookup, in usage and in steps ---
 
 REPEATED = {"prompt": "abcabcabc" * 4, "max_tokens": 60, "temperature": 0}
 looks_up = pytest.mark.skipif(not has_functions(), reason="texts are indexed by the library in C")
 
 
 def accepted_proposals(usage: JsonObject) -> tuple[int, int]:
-    """Accepted tokens that were drafted, and those that were looked up."""
+    """Numbers of accepted tokens that were drafted, and that were looked up."""
     return usage["num_accepted_drafted"], usage["num_accepted_looked_up"]
 
 
@@ -166,12 +166,12 @@ def test_true_looks_up_beside_a_fixed_size_and_null_only_where_steps_choose(clie
     assert num_looked_up(**fixed) == num_looked_up(**fixed, lookup=None) == 0
     assert num_looked_up(**fixed, lookup=False) == num_looked_up(lookup=False) == 0
     assert num_looked_up(block_size=1, lookup=True) == num_looked_up(max_tokens=1) == 0
-    assert num_looked_up(lookup=1) > 0  # as other flags
+    assert num_looked_up(lookup=1) > 0  # 1 is true, as for other flags
     assert num_looked_up() > 0
 
 
 def steps_and_sources(choices: list[JsonObject]) -> tuple[list[JsonObject], Counter[str]]:
-    """The steps of a stream, and its accepted tokens by what proposed them."""
+    """Steps of a stream, and the numbers of its accepted tokens by source."""
     steps = [choice["step"] for choice in choices if "step" in choice]
     assert all(len(step["sources"]) == len(step["drafted"]) for step in steps)
     return steps, Counter(step["sources"][node - 1] for step in steps for node in step["path"])
@@ -186,7 +186,7 @@ def test_usage_counts_the_accepted_tokens_of_the_steps_by_source(client: ApiClie
     assert accepted["lookup"] + accepted["both"] > 0
     assert accepted_proposals(usage) == (accepted["draft"] + accepted["both"], accepted["lookup"] + accepted["both"])
     num_prefills = settings.get("n", 1)  # which give the first tokens
-    # The length limit cut those whose last token was accepted, not the target's.
+    # Steps that the length limit cut: their last token is an accepted one, not the target's.
     num_cut = sum(step["block_size"] > 0 and step["num_accepted"] == len(step["texts"]) for step in steps)
     assert accepted.total() == usage["completion_tokens"] - num_prefills - usage["num_steps"] + num_cut
 

@@ -1,4 +1,4 @@
-"""The playground in a real browser: what it shows is what the server sent."""
+"""Playground in a real browser: it shows what the server sent."""
 
 import json
 import re
@@ -30,7 +30,7 @@ SCHEMA = {"type": "object", "properties": {"count": {"enum": [7]}}, "required": 
 SCHEMA |= {"additionalProperties": False}
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-# Texts whose colour stands out of their ground by less than 4.5 to 1, WCAG's least for small text.
+# Texts whose contrast with the background is less than 4.5 to 1, WCAG's minimum for small text.
 PALE = """() => {
   const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
   const light = colour => numbers(colour).slice(0, 3).map(v => v / 255)
@@ -71,7 +71,7 @@ def browser() -> Iterator["Browser"]:
 
 @pytest.fixture
 def page(browser: "Browser", url: str) -> Iterator["Page"]:
-    """The page, which asks for a key when it is opened; whatever it complains about fails the test."""
+    """Page with the API key, which it asks for when opened; any error on the page fails the test."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
     page = context.new_page()
     complaints: list[str] = []
@@ -87,7 +87,7 @@ def page(browser: "Browser", url: str) -> Iterator["Page"]:
 
 
 def ask(page: "Page", prompt: str, **settings: str) -> dict[str, Any]:
-    """Send a prompt with settings, by their names on the page, and wait for the answer; the body that was sent."""
+    """Send a prompt with settings, by their names on the page, wait for the answer, and return the sent body."""
     for name, value in settings.items():
         page.locator(f"#{name}").evaluate("(field, value) => { field.value = value; }", value)
     page.fill("#prompt", prompt)
@@ -98,7 +98,7 @@ def ask(page: "Page", prompt: str, **settings: str) -> dict[str, Any]:
 
 
 def decoded(pair: Pair, *turns: str, **settings: Any) -> tuple[str, list[Step]]:
-    """The target's own answer to a conversation that the user begins, and the steps that made it."""
+    """Target's answer to a conversation that the user begins, and the steps that made it."""
     roles = ("user", "assistant")
     prompt = Prompt("test", tuple(Message(roles[i % 2], turn) for i, turn in enumerate(turns)))
     steps = list(generate(pair, prompt.encode(pair.tokenizer), **settings))
@@ -106,7 +106,7 @@ def decoded(pair: Pair, *turns: str, **settings: Any) -> tuple[str, list[Step]]:
 
 
 def figure(page: "Page", name: str) -> str:
-    """A figure of the last answer; "" where it is not told."""
+    """Figure of the last answer by its name; "" if it is not shown."""
     texts = page.locator(".usage").last.locator("dt, dd").all_text_contents()
     return dict(zip(texts[::2], texts[1::2], strict=True)).get(name, "")
 
@@ -145,7 +145,7 @@ def test_the_answer_is_the_targets_own_and_every_step_is_shown_as_a_tree(
 
 
 def check_tree(page: "Page", step: Step) -> None:
-    """Every drafted token stands to the right of its parent and not above it; the accepted path is marked."""
+    """Check that drafted tokens are right of their parents and not above them; the accepted path is marked."""
     nodes = page.locator(".tree .node").all()
     drafted = nodes[1 : 1 + len(step.tree.tokens)]
     assert len(nodes) == 1 + len(step.tree.tokens) + len(step.tokens) - step.num_accepted
@@ -265,10 +265,10 @@ def test_errors_are_shown_a_stop_is_one_and_an_unanswered_prompt_comes_back(page
     assert page.input_value("#prompt") == ""
     prompt = "<img src=x onerror=alert(1)> & <b>"
     messages = ask(page, prompt, tokens="5")["messages"]
-    assert len(messages) == 3  # what had come is a part of the conversation
+    assert len(messages) == 3  # the partial answer is part of the conversation
     assert messages[-1] == {"role": "user", "content": prompt}
     assert page.locator(".user").last.text_content() == prompt
-    assert page.locator("img, .user *").count() == 0  # what a prompt says is never markup
+    assert page.locator("img, .user *").count() == 0  # a prompt is never interpreted as markup
 
 
 def test_all_texts_stand_out_all_controls_have_names_and_nothing_lies_outside(page: "Page") -> None:

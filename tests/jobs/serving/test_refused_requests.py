@@ -16,7 +16,7 @@ from jobs.serving.schema import ChatRequest, CompletionRequest, parse
 MAX_LENGTH = 300
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
-# A field of a chat request, values that are refused, and the name of the error's `param` where it is not the field's.
+# A field of a chat request, values that are refused, and the error's `param` if it is not the name of the field.
 BAD_CHAT_FIELDS: list[tuple[str, list[object], str]] = [
     ("model", [None, 5], ""),
     ("messages", [None, [], "hello", [{"role": "user", "content": "x" * MAX_LENGTH}]], ""),
@@ -179,7 +179,7 @@ MESSAGE = {"role": "user", "content": ""}
     ],
 )
 def test_a_body_full_of_errors_costs_one(change: JsonObject, complaint: str) -> None:
-    """All errors of 1 MiB of them took seconds of the gateway's event loop, and hundreds of MiB."""
+    """First error only: all errors of a 1 MiB body took seconds of the gateway's event loop and hundreds of MiB."""
     raw = json.dumps({"model": "target"} | change).encode()
     with pytest.raises(ValidationError) as validation:
         ChatRequest.model_validate_json(raw)
@@ -190,7 +190,7 @@ def test_a_body_full_of_errors_costs_one(change: JsonObject, complaint: str) -> 
     assert len(str(error.value)) < 250
 
 
-# --- any JSON, beside a neighbour ---
+# --- any JSON, next to another client's requests ---
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("auto"),

@@ -1,5 +1,4 @@
-"""A server through Ray with two models, one of them with three replicas, and what happens when parts of it are
-killed, stopped or overrun."""
+"""Server on Ray with two models, one with three replicas, whose parts are killed, stopped or overloaded."""
 
 import json
 import os
@@ -54,7 +53,7 @@ def metrics_port() -> int:
 def server(
     tiny_pair_dirs: tuple[Path, Path], second: str, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Models of the tiny pair, and of another target without a draft, with three replicas."""
+    """Server of two models: the tiny pair, and another target without a draft, with three replicas."""
     target, draft = map(str, tiny_pair_dirs)
     other = {"pair": {"target": second, "dtype": "float32"}, "served_model_name": ["second", "other"]}
     other |= {"resources": {"num_actors": 3, "num_cpus": 0.5}, "num_slots": 4, "max_length": 800}
@@ -163,7 +162,7 @@ def test_a_stopped_replica_takes_neither_health_nor_the_other_model_along(
 
 
 def test_a_full_queue_is_429_at_once_and_what_was_accepted_ends(server: Server, name: str) -> None:
-    """Four times as many as there are places, at once."""
+    """Concurrent requests, four times as many as there are places."""
     body = LONG | {"max_tokens": 200}
     limits = httpx.Limits(max_connections=32)
     with (
@@ -181,7 +180,7 @@ def test_a_full_queue_is_429_at_once_and_what_was_accepted_ends(server: Server, 
     accepted = [seconds for status, seconds, _ in answers if status == 200]
     assert len(accepted) == 32 - len(refused)
     assert 8 <= len(accepted) <= 24
-    assert max(seconds for seconds, _ in refused) < max(accepted)  # none has waited for its turn
+    assert max(seconds for seconds, _ in refused) < max(accepted)  # none has waited in the queue
     assert {retry for _, retry in refused} == {"1"}
     server.until(name, {"num_in_flight": 0})
 
@@ -206,13 +205,13 @@ def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Se
 
 
 def documented_metrics() -> dict[str, tuple[str, set[str]]]:
-    """Type and labels by name, of the table in docs/serving.md."""
+    """Type and labels by metric, from the table in docs/serving.md."""
     rows = re.findall(r"^\| `(ray_blockpilot_\w+)` \| (\w+) \| ([\w, ]+) \|", DOCS.read_text(), re.MULTILINE)
     return {name: (kind, set(labels.split(", "))) for name, kind, labels in rows}
 
 
 def exposed_metrics(text: str) -> dict[str, tuple[str, set[str]]]:
-    """Those in Prometheus' format, without the labels that Serve and Ray put to all of them."""
+    """Type and labels by metric in Prometheus' format, without the labels that Serve and Ray add to all metrics."""
     samples = re.findall(r"^(ray_blockpilot_\w+?)(?:_bucket|_sum|_count)?\{(.*)\}", text, re.MULTILINE)
     labels = {name: set(re.findall(r'(\w+)="', shown)) - {"le"} for name, shown in samples}
     everywhere = set[str].intersection(*labels.values()) - {"model"} if labels else set()
@@ -222,7 +221,7 @@ def exposed_metrics(text: str) -> dict[str, tuple[str, set[str]]]:
 
 def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, metrics_port: int) -> None:
     forced = {"structured_outputs": {"choice": ["a text that a grammar drafts, token by token"]}}
-    for extra in (forced, forced, {"lookup": True}):  # the second prompt is found
+    for extra in (forced, forced, {"lookup": True}):  # the second prompt is cached
         client.completions.create(model="target", prompt="a" * 40, max_tokens=60, temperature=0, extra_body=extra)
     documented, text, sources = documented_metrics(), "", set[str]()
     assert len(documented) >= 17
@@ -254,7 +253,7 @@ def conversation(number: int, num_turns: int) -> Any:
 
 
 def num_cached(client: openai.OpenAI, number: int, num_turns: int) -> tuple[int, int]:
-    """Cached and all tokens of the prompt of a conversation's turn."""
+    """Numbers of cached and of all prompt tokens of a conversation's turn."""
     messages = conversation(number, num_turns)
     usage = client.chat.completions.create(model="second", messages=messages, max_tokens=4, seed=1).usage
     return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
@@ -272,7 +271,7 @@ def finished_by_replica(metrics_port: int) -> Counter[str]:
 
 
 def test_more_requests_than_rows_spill_over(server: Server, client: openai.OpenAI, metrics_port: int) -> None:
-    """With one key for all: the hashed replica has 4 rows, and the others help before its queue grows."""
+    """Requests with one prompt_cache_key: its replica has 4 rows; the others take requests before its queue grows."""
     same: dict[str, Any] = {"model": "second", "messages": conversation(0, 1), "temperature": 1, "max_tokens": 600}
     same |= {"extra_body": {"prompt_cache_key": "all"}}
     server.until("second", {"num_in_flight": 0})

@@ -34,7 +34,7 @@ from jobs.serving.clients import ApiKeys, api_keys
 from jobs.serving.gateway import bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, ReplicaResources, find_policy, models_by_name
 
-# MLflow's own models use a part of SQLAlchemy that will go.
+# MLflow's models use a deprecated part of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
 
@@ -193,7 +193,7 @@ ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 
 @contextmanager
 def listening(host: str) -> Iterator[int]:
-    """The port on which a host's addresses are bound."""
+    """Bind all addresses of a host to a free port; yields the port."""
     port = free_port()
     listeners = bound(host, port)
     yield port
@@ -201,7 +201,7 @@ def listening(host: str) -> Iterator[int]:
 
 
 def reached(port: int) -> set[str]:
-    """The addresses of loopback that answer on a port."""
+    """Loopback addresses that accept connections on a port."""
     hosts = set[str]()
     for host in ("127.0.0.1", "::1"):
         with suppress(OSError):
@@ -226,7 +226,7 @@ def test_a_host_is_reached_by_its_own_addresses(host: str, by: set[str]) -> None
 
 @ipv6
 def test_a_name_is_reached_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As localhost often has two. One that the machine lacks does not matter beside another one."""
+    """Name with several addresses, as localhost often has; one that the machine lacks is skipped if another works."""
     resolve = socket.getaddrinfo
 
     def both(host: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -238,7 +238,7 @@ def test_a_name_is_reached_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch)
         assert reached(port) == {"127.0.0.1", "::1"}
         with pytest.raises(OSError, match="in use"):
             bound("127.0.0.1", port)
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that is half free is taken
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that is taken on one address
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             bound("localhost", port)
@@ -294,7 +294,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.ray
 def test_health_and_the_first_line_say_what_was_chosen_and_why(server: Server) -> None:
-    """The tiny pair has float32 on any CPU; its server is started without --num-cpus."""
+    """Chosen dtype and threads: float32 on any CPU for the tiny pair, all cores without --num-cpus."""
     assert f"at {server.url} with policy" in server.process.log
     assert "warning" not in server.process.log.split("serving")[0]  # nobody else reaches it
     (model,) = httpx.get(f"{server.root}/health").json()["models"].values()
@@ -370,5 +370,5 @@ def test_served_to_the_openai_client_until_sigterm(server: Server, client: opena
     next(stream)
     threading.Timer(0.2, server.process.terminate).start()
     *_, last = stream
-    assert last.choices[0].finish_reason == "length"  # what is under way runs to its end
+    assert last.choices[0].finish_reason == "length"  # running requests finish
     assert server.process.wait(60) == 0

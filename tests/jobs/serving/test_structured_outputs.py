@@ -1,4 +1,4 @@
-"""Structured outputs over the API: what is asked for is what comes, and a bad grammar costs its own request only."""
+"""Structured outputs over the API: answers follow the grammar, and a bad grammar fails only its own request."""
 
 import asyncio
 import gc
@@ -52,7 +52,7 @@ def replica(tiny_pair: Pair) -> Iterator[Replica]:
         yield replica
 
 
-def of_schema(schema: JsonObject) -> JsonObject:
+def schema_format(schema: JsonObject) -> JsonObject:
     return {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema, "strict": True}}
 
 
@@ -61,7 +61,7 @@ def structured(client: ApiClient, **structure: Any) -> str:
 
 
 def test_a_schema_is_followed_streamed_or_not_at_every_block_size(client: ApiClient) -> None:
-    body = CHAT_BODY | {"response_format": of_schema(SCHEMA)}
+    body = CHAT_BODY | {"response_format": schema_format(SCHEMA)}
     whole = client.ask(CHAT, body)
     jsonschema.validate(json.loads(text_of(whole)), SCHEMA)
     assert whole["choices"][0]["finish_reason"] == "stop"
@@ -102,12 +102,12 @@ def test_log_probabilities_stay_the_targets_own(client: ApiClient) -> None:
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        ({"response_format": of_schema({"type": "nothing"})}, "nothing"),
-        ({"response_format": of_schema({"type": "string", "pattern": "(?=a)b"})}, "grammar: "),
-        ({"response_format": of_schema({"enum": []})}, "grammar: "),
-        ({"response_format": of_schema({"properties": {"x" * 2**17: {}}})}, "at most 131072 are compiled"),
-        ({"response_format": of_schema({"enum": [175928847299117063]})}, "enum: [175928847299117063] "),
-        ({"response_format": of_schema({"items": {"minimum": 2**53 + 1}})}, f"items.minimum: {2**53 + 1} "),
+        ({"response_format": schema_format({"type": "nothing"})}, "nothing"),
+        ({"response_format": schema_format({"type": "string", "pattern": "(?=a)b"})}, "grammar: "),
+        ({"response_format": schema_format({"enum": []})}, "grammar: "),
+        ({"response_format": schema_format({"properties": {"x" * 2**17: {}}})}, "at most 131072 are compiled"),
+        ({"response_format": schema_format({"enum": [175928847299117063]})}, "enum: [175928847299117063] "),
+        ({"response_format": schema_format({"items": {"minimum": 2**53 + 1}})}, f"items.minimum: {2**53 + 1} "),
         ({"structured_outputs": {"json": json.dumps({"maximum": 2**64})}}, f"maximum: {2**64} "),
         ({"structured_outputs": {"json": "{"}}, "grammar: "),
         ({"structured_outputs": {"regex": "(a"}}, "grammar: "),
@@ -124,16 +124,18 @@ def test_a_bad_grammar_is_400_in_words(client: ApiClient, structure: JsonObject,
 
 
 def test_a_stalling_grammar_is_refused_and_disturbs_no_neighbour(client: ApiClient) -> None:
-    """Compiling the least common multiple of these takes minutes."""
+    """Grammar for a least common multiple, whose compilation takes minutes: refused while other requests go on."""
     beside = PROMPT_BODY | {"max_tokens": 300, "temperature": 0}
     seconds = list[float]()
     with neighbour(client, beside):
         for _ in range(2):
             started = time.monotonic()
-            refused = client.refusal(CHAT, CHAT_BODY | {"response_format": of_schema(STALLING)}, "response_format")
+            refused = client.refusal(
+                CHAT, CHAT_BODY | {"response_format": schema_format(STALLING)}, "response_format"
+            )
             seconds.append(time.monotonic() - started)
             assert "to compile" in refused["message"]
-    assert seconds[1] < seconds[0] / 2  # it is known
+    assert seconds[1] < seconds[0] / 2  # the refusal is cached
     jsonschema.validate(json.loads(structured(client, json=SCHEMA)), SCHEMA)
 
 
@@ -152,7 +154,7 @@ def test_the_openai_client_parses_into_its_own_classes(replica: Replica) -> None
         assert again.choices[0].message.parsed == parsed.choices[0].message.parsed
 
 
-# --- compiled grammars that are kept: what is remembered, for how long, and what an error keeps of its request ---
+# --- cache of compiled grammars: its entries, their eviction, and what an error keeps alive of its request ---
 
 WRONG = Grammar("lark", "start: nowhere")
 
@@ -224,7 +226,7 @@ def test_a_tool_that_stalls_is_left_open_and_the_others_stay(grammars: Grammars)
 
 
 def test_results_are_kept_up_to_a_number_of_bytes_the_latest_ones(grammars: Grammars) -> None:
-    """A compiled grammar counts for more than its source."""
+    """LRU eviction by bytes and by number; a compiled grammar counts for more bytes than its source."""
     names = {f"property_{i}": {"type": "string", "pattern": f"^[a-z]{{{i}}}$"} for i in range(300)}
     schema, before = json.dumps({"type": "object", "properties": names}), grammars._kept.num_bytes
     asyncio.run(grammars.compile(Grammar("json", schema)))
@@ -272,8 +274,8 @@ replica.close()
 
 
 def test_a_chain_of_rules_that_is_taken_does_not_end_the_replica(tiny_pair_dirs: tuple[Path, Path]) -> None:
-    """The compiler recurses; the deepest chain that the process survives is compiled here, too, even where a thread
-    has by default a stack of 1 MiB, which is less than that of an unlimited process (2 MiB)."""
+    """Deepest chain that the trial process compiles also compiles in the replica (the compiler recurses), even if the
+    default stack of a thread is 1 MiB, less than that of an unlimited process (2 MiB)."""
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

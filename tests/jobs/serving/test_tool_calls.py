@@ -1,4 +1,4 @@
-"""Tool calls in the words of every family of templates: constrained, read back, streamed, and continued."""
+"""Tool calls in the format of every template family: constrained, parsed, streamed, and continued."""
 
 import json
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def family_here(replica: Replica) -> Family:
 
 
 def streamed_calls(choices: list[JsonObject]) -> list[JsonObject]:
-    """Functions of a stream's pieces of calls."""
+    """`function` objects of the tool-call deltas of a stream."""
     return [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", [])]
 
 
@@ -142,7 +142,7 @@ def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: ApiC
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"tools": [WEATHER, WEATHER]}, "a name of its own"),
+        ({"tools": [WEATHER, WEATHER]}, "names must be unique"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is not one of the tools"),
         ({"tools": [], "tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
@@ -169,7 +169,7 @@ def test_an_odd_tool_that_is_not_strict_is_left_looser_and_logged_once(
 
 @all_families
 def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: ApiClient, replica: Replica) -> None:
-    """As agents ask that want an answer of a type once they have called what they need."""
+    """Tools together with a response format, as agents use them for a typed answer after the calls."""
     schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]} | CLOSED
     body = BODY | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     is_llama = family_here(replica) == "llama"
@@ -200,7 +200,7 @@ def test_what_ends_inside_a_call_keeps_its_text(client: ApiClient, replica: Repl
     calls = whole["message"].get("tool_calls", [])
     said = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
     content, arguments = shown(chunks), "".join(call["arguments"] for call in streamed_calls(chunks))
-    if whole["finish_reason"] == "stop":  # what was cut is text: nobody takes it for a whole call
+    if whole["finish_reason"] == "stop":  # a cut call is text, so that no client takes it for a whole one
         assert all(json.loads(call["function"]["arguments"]) for call in calls)
         assert said.startswith(content)
         assert arguments in said
@@ -261,7 +261,7 @@ CALL: JsonObject = {"id": "call_1", "type": "function", "function": {"name": "f"
 
 @pytest.fixture(scope="module")
 def reader(tiny_pair: Pair) -> Iterator[ApiClient]:
-    """A client of a pair whose template reads turns and tools to the ground."""
+    """Client of a pair whose template reads all items of turns and tools."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = BY_ITEM + TOOLS_BY_ITEM
     with served(replace(tiny_pair, tokenizer=tokenizer), num_slots=1, max_length=1000) as client:
@@ -337,7 +337,7 @@ JSON = st.recursive(
 @given(JSON, JSON, st.sampled_from(["arguments", "parameters", "content", "call", "function", "tool"]))
 @settings(max_examples=120, deadline=None)
 def test_no_body_is_500(reader: ApiClient, odd: Any, other: Any, where: str) -> None:
-    """120 bodies with any JSON in a place of a call or a tool, to a template that reads `properties` and `enum`."""
+    """Status 200 or 400 for 120 bodies with any JSON in a call or a tool; the template reads `properties`, `enum`."""
     arguments = json.dumps(odd) if isinstance(other, list) else odd
     call = CALL | {"function": {"name": "f", "arguments": arguments if where == "arguments" else "{}"}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": odd if where == "parameters" else {}}}

@@ -1,4 +1,4 @@
-"""Schemas inside a call: what its grammar takes is what the reader returns, in every wording, whole or cut."""
+"""Schemas of tool arguments: the reader returns what the grammar accepts, in every format, whole or cut."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 @given(calls(), st.lists(st.integers(0, 10**6), max_size=8))
 @settings(max_examples=150, deadline=None)
 def test_what_the_grammar_takes_is_what_is_read(call: tuple[Tool, JsonObject], cuts: list[int]) -> None:
-    """150 schemas and arguments, in three wordings."""
+    """Arguments of a call accepted by the grammar and read back: 150 schemas in three formats."""
     tool, arguments = call
     jsonschema.validate(arguments, {**tool.parameters, "$id": "https://example.com/x"})
     for family in FAMILIES:
@@ -124,7 +124,7 @@ def test_what_the_grammar_takes_is_what_is_read(call: tuple[Tool, JsonObject], c
 @given(calls(), st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=8))
 @settings(max_examples=300, deadline=None)
 def test_a_cut_call_keeps_every_character(call: tuple[Tool, JsonObject], end: int, cuts: list[int]) -> None:
-    """300 calls in three wordings, each cut anywhere and streamed in pieces."""
+    """Characters of a cut call are all kept: 300 calls in three formats, each cut anywhere and streamed in pieces."""
     tool, arguments = call
     for family in FAMILIES:
         whole = written(family, tool, arguments)
@@ -173,7 +173,7 @@ def test_parameters_without_a_type_are_an_object(family: Family, parameters: Jso
 
 
 def test_a_string_may_not_end_before_its_least_length() -> None:
-    """An early end tag would be read as the end of a value that is too short."""
+    """End tag refused before minLength: the reader would take it for the end of a value that is too short."""
     tool = tool_of(STRING | {"minLength": 3, "maxLength": 99})
     early = written("coder", tool, {"x": "ab"}).replace("</function>", "cd\n</parameter>\n</function>")
     assert not takes("coder", tool, early)
@@ -211,7 +211,7 @@ def test_a_keyword_that_no_grammar_enforces_is_refused_or_dropped(
     looser = fitted(family, tool, exact=False)
     assert f"properties.x.{keyword}" in looser.dropped
     assert takes(family, looser.tool, written(family, looser.tool, {"y": 3}))
-    assert not takes(family, looser.tool, written(family, looser.tool, {"y": "z"}))  # the rest is followed
+    assert not takes(family, looser.tool, written(family, looser.tool, {"y": "z"}))  # the rest is enforced
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -301,7 +301,7 @@ def odd_schemas() -> st.SearchStrategy[JsonObject]:
 @given(odd_schemas())
 @settings(max_examples=200, deadline=None)
 def test_no_schema_of_one_tool_refuses_a_request_that_is_not_strict(schema: JsonObject) -> None:
-    """200 schemas of any shape, in two wordings: each has a grammar, and nothing else than ValueError refuses it."""
+    """Grammar for each of 200 schemas of any shape, in two formats; a strict tool raises nothing but ValueError."""
     for family in FAMILIES[::2]:
         tool = Tool("f", schema)
         looser = fitted(family, tool, exact=False).tool

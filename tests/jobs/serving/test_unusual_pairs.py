@@ -39,7 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def pair_of(kind: str) -> Pair:
-    """With a token that the embedding has no row for, or 40 rows that the tokenizer has no token for."""
+    """Pair with a token that has no embedding row, or with 40 embedding rows that have no token."""
     target, tokenizer = tiny_target(), byte_tokenizer()
     if kind == "more tokens":
         tokenizer.add_tokens([MORE])
@@ -83,7 +83,7 @@ def test_no_token_beyond_the_embedding_is_a_stop() -> None:
 
 
 def test_a_vocabulary_that_is_cut_has_no_merge_into_what_is_lost() -> None:
-    """A tokenizer of pieces whose last tokens, also those made by merges, have no row."""
+    """BPE tokenizer whose last tokens, including results of merges, have no embedding row."""
     vocab = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4, "ca": 5}
     backend = Tokenizer(models.BPE(vocab, [("a", "b"), ("ab", "c"), ("c", "a")]))
     backend.decoder = decoders.Fuse()
@@ -110,7 +110,7 @@ def alone(tiny_pair_dirs: tuple[Path, Path]) -> Iterator[Replica]:
 def test_auto_is_lookup_and_asks_no_registry(alone: Replica, tmp_path: Path) -> None:
     alone.reconfigure({"policy": "auto", "store": f"sqlite:///{tmp_path}/none.db", "folder": str(tmp_path)})
     assert alone.policy.watch is None
-    wait_until(lambda: alone.loop.engine.controller.price is not NOMINAL, limit_s=10)  # put by the engine's thread
+    wait_until(lambda: alone.loop.engine.controller.price is not NOMINAL, limit_s=10)  # set by the engine's thread
     status = asyncio.run(alone.status())
     assert (status["draft"], status["policy"]) == ("none", {"name": "untrained", "version": None})
     assert (status["step_price_s"]["launch_s"], status["step_price_s"]["slot_s"]) == (0, 0)

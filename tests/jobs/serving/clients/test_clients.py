@@ -32,7 +32,7 @@ CLIENTS: Mapping[str, Sequence[str]] = {
     "lm_eval": ("lm-eval[api]==0.4.13", "transformers==5.24.0"),
     "aiperf": ("aiperf==0.13.0",),
 }
-"""Packages by client, which is a function of the worker."""
+"""Packages by client; each client is a function of the worker."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def served(pair: Pair) -> Iterator[str]:
 
 
 def environment(client: str, folder: Path) -> Path:
-    """The Python of a client's environment, which is created if it is missing."""
+    """Python executable of a client's environment, which is created if it is missing."""
     python, stamp = folder / "bin" / "python", folder / "packages.json"
     packages = list(CLIENTS[client])
     if not stamp.is_file() or json.loads(stamp.read_text()) != packages:
@@ -54,7 +54,7 @@ def environment(client: str, folder: Path) -> Path:
 
 
 def problems(client: str, python: Path, url: str) -> dict[str, str]:
-    """Problem of every case of a client, empty where it succeeded; the client's own output is on standard error."""
+    """Problem of every case of a client, empty if it succeeded; the client's output goes to standard error."""
     tokenizer = find_target(EMBEDDED_TARGET).directory
     settings = json.dumps({"url": url, "model": "target", "tokenizer": str(tokenizer)})
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -368,7 +368,7 @@ def _key() -> str:
 
 
 def run(uses: Uses) -> Iterator[dict[str, str]]:
-    """Run every case; yields its name and its problem, "" for none."""
+    """Run every case; yields its name and its problem, "" if it succeeded."""
     for name, use in uses.items():
         problem = ""
         try:

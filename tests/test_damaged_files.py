@@ -1,4 +1,4 @@
-"""Damaged files of every kind are refused with a ValueError that names the file, or read as what they still hold."""
+"""Damaged files of every kind are refused with a ValueError that names the file, or read with what is intact."""
 
 import json
 import random
@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
 
 
 def damage(path: Path, dice: random.Random) -> None:
-    """Cut a file short, change some of its bytes, or put others in."""
+    """Cut a file short, change or insert bytes, or replace digits."""
     content = bytearray(path.read_bytes())
     position = dice.randrange(len(content))
     kind = dice.choice(("cut", "change", "insert", "number"))

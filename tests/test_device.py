@@ -1,4 +1,4 @@
-"""Dtypes and devices as Python code has them."""
+"""Dtypes and devices, by name or as torch objects."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ def test_cluster_is_valid_by_rays_own_schema(cluster: dict[str, Any]) -> None:
 
 
 def test_cluster_commands_pin_ray_and_ask_for_a_token(cluster: dict[str, Any]) -> None:
-    """Ray's defaults install a nightly Ray and open the dashboard to everyone: none of them may be left."""
+    """Ray's defaults, which install a nightly Ray and open the dashboard to everyone, are all replaced."""
     prepared = prepare_config(cluster)
     setup = [command for key in ("setup", "head_setup", "worker_setup") for command in prepared[f"{key}_commands"]]
     ray_pins = [pin for command in setup for pin in re.findall(r"ray\[[\w,]+\]==([\d.]+)", command)]
@@ -92,7 +92,7 @@ def test_makefile_and_cluster_install_the_torch_of_pyproject() -> None:
 
 
 def _locked() -> list[str]:
-    """The lock's requirements, one a line."""
+    """Requirements of the lock, one per line."""
     text = (ROOT / "requirements.lock").read_text()
     return re.sub(r" \\\n\s+", " ", text).splitlines()
 
@@ -109,7 +109,7 @@ def _project_requirements() -> list[Requirement]:
 
 
 def _closure() -> Iterator[str]:
-    """Canonical names of pyproject's requirements and of all that they need on this machine."""
+    """Canonical names of pyproject's requirements and of their dependencies on this machine, recursively."""
     waiting, seen = _project_requirements(), set()
     while waiting:
         requirement = waiting.pop()
@@ -138,7 +138,7 @@ BREACHES = {
 
 
 def test_import_contracts_notice_a_breach(tmp_path: Path) -> None:
-    """That they hold is checked by `make check`."""
+    """Every breach is reported; `make check` checks that the contracts hold."""
     for source in _sources("blockpilot", "jobs", "workflows"):
         copy = tmp_path / source.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def _sources(*folders: str) -> list[Path]:
 
 
 def test_public_names_are_frozen_and_documented() -> None:
-    """What users import: a name leaves or joins only on purpose."""
+    """Names that users import: adding or removing one must be deliberate."""
     assert blockpilot.__all__ == PUBLIC_NAMES
     for name in PUBLIC_NAMES:
         value = getattr(blockpilot, name)
@@ -192,7 +192,7 @@ def test_modules_have_at_most_400_lines() -> None:
 
 
 def test_imports_for_type_checking_only_are_slow_libraries() -> None:
-    """Circles among our own modules would be hidden by them."""
+    """Such imports would hide cycles among our own modules."""
     guarded = {
         ast.unparse(statement)
         for path in _sources("blockpilot")
@@ -204,7 +204,7 @@ def test_imports_for_type_checking_only_are_slow_libraries() -> None:
 
 
 def test_who_loads_no_pair_imports_no_torch() -> None:
-    """A process that needs it starts seconds later."""
+    """Importing torch would delay the start of these processes by seconds."""
     imports = "import sys, jobs.serve, jobs.serving.gateway, jobs.common.registry"
     code = f"{imports}; print(sorted({{'torch', 'transformers', 'mlflow'}} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -212,7 +212,7 @@ def test_who_loads_no_pair_imports_no_torch() -> None:
 
 
 def test_a_step_is_written_in_the_types_that_architecture_lists() -> None:
-    """At most 20, and none that the engine does not name."""
+    """Listed types are the classes that the engine names, at most 20."""
     classes = {
         node.name
         for path in _sources("blockpilot")

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic files, first lines of errors, and addresses without secrets."""
 
 from pathlib import Path
 

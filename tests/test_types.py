@@ -1,4 +1,4 @@
-"""Requests from what Python code holds: lists, tensors, arrays, encodings; and what is none of them."""
+"""Requests from lists, tensors, arrays and encodings of token ids; other values are refused."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_what_is_no_prompt_is_named(form: str, tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match=message):
         Request(given, 4)
     with pytest.raises(ValueError, match=message):
-        generate(tiny_pair, given)  # at once, not when its first step is asked for
+        generate(tiny_pair, given)  # in the call, not at the first step
 
 
 def test_what_a_chat_template_returns_is_a_prompt(tiny_pair: Pair) -> None:

@@ -1,1 +1,1 @@
-"""Price and choice: seconds of a step, and the block sizes that make the most tokens a second."""
+"""Step cost, acceptance model, and the controller, which chooses drafts and nodes for the most tokens per second."""

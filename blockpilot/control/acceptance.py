@@ -4,9 +4,9 @@ Before the draft: running means of the nodes that each depth is expected to add 
 every choice, by a logistic regression on the draft's scores, learned online from verified nodes. Drafted nodes that
 are not verified are censored. Training gives a better prior.
 
-Draft probabilities are calibrated at temperature 0. When tokens are drawn, later choices are accepted less often than
-the draft's probabilities say, so drawn slots have separate means and coefficients. Means for each row, and heads on
-the draft's context vector, made the choice of depths worse (LOG.md).
+Draft probabilities are calibrated at temperature 0. At higher temperatures, later choices are accepted less often
+than the draft's probabilities say, so greedy and sampled tokens (`drawn`) have separate means and coefficients. Means
+for each row, and heads on the draft's context vector, made the choice of depths worse (LOG.md).
 """
 
 import math
@@ -22,9 +22,9 @@ from blockpilot.types import Candidates
 
 Array = NDArray[Any]
 
-OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # inputs of a choice beside its logit by the draft
+OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # inputs of a choice, after its logit by the draft
 NUM_KNOWN = 1 + len(OF_CHOICE)
-NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then context (later choices above: 0, 1, more) x rank (first, later)
+NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then one-hot: later choices above (0, 1, more) x rank (first, later)
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
 PRIOR_VARIANCE = 5e-3  # of these weights
 OF_MATCH = "length", "agree", "held"  # inputs of a match
@@ -35,21 +35,21 @@ PATH_WEIGHTS = np.array(
         [-2.29, 3.3, 0.69, 0.92, 0.29, 2.47, 1.4, 0.79, -0.98],
     ]
 )
-"""By `drawn`; fitted to 110 answers of SmolLM2-135M at temperature 0 and 110 at 1, half of the weight on prompt sets
-whose answers copy from the prompt.
+"""Initial weights [2, len(OF_PATH)] of the path regression, by `drawn`; fitted to 110 answers of SmolLM2-135M at
+temperature 0 and 110 at 1, half of the weight on prompt sets whose answers copy from the prompt.
 """
 PATH_VARIANCE = 0.02
 LEAST_REACHED = 0.02  # probability, before the draft, below which a path is cut
-THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # least probabilities by which the nodes of a depth are counted
+THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # probabilities above which the nodes of a depth are counted
 FIRST_GUESS = 0.75  # acceptance probability of a position, before any observation
 GAINS = 0.0, 2.0, 6.0  # expected tokens of a path: bounds between the kinds of rows with a path
 NUM_KINDS = 2 * (1 + len(GAINS))
-DOUBT, MEMORY = 4.0, 1000.0  # weights, in drafts, of the first guess and of the running means
+DOUBT, MEMORY = 4.0, 1000.0  # in drafts: weight of the first guess, memory of the running means
 
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """Initial weights of the regression of choices [2, NUM_WEIGHTS], by `drawn`."""
+    """Initial weights [2, NUM_WEIGHTS] of the choice regression, by `drawn`."""
 
     weights: Array
 
@@ -58,11 +58,11 @@ UNTRAINED = Prior(np.zeros((2, NUM_WEIGHTS)))
 
 
 class Paths(NamedTuple):
-    """Tokens [R, M] int32 from prompt lookup for R rows, sizes[r] of row r: they followed an earlier match.
+    """Paths from prompt lookup for R rows: tokens [R, M] int32, sizes[r] of row r, that followed an earlier match.
 
-    known [R, 3] are regression inputs (OF_MATCH): tokens of the match, the share of matches that the same first token
-    followed, and how often paths' first tokens were right in this row lately. drawn [R] is 0 or 1. gains [R]: tokens
-    that paths are expected to add, estimated before the draft.
+    known [R, 3]: regression inputs (OF_MATCH): length of the match in tokens, share of matches followed by the same
+    first token, and recent accuracy of the first tokens of paths in this row. drawn [R]: 1 for rows with a
+    temperature above 0, else 0. gains [R]: tokens that paths are expected to add, estimated before the draft.
     """
 
     tokens: Array
@@ -75,8 +75,8 @@ class Paths(NamedTuple):
 class Expected(NamedTuple):
     """Nodes that each depth is expected to add to a row's tree, by thresholds [J] of their probability.
 
-    sums of the probabilities of nodes above each threshold, and their counts, both [1 + D, J], or [K, 1 + D, J] for K
-    kinds of rows. Depth 0 has the nodes that need no draft.
+    counts: number of nodes above each threshold; sums: sum of their probabilities; both [1 + D, J], or [K, 1 + D, J]
+    for K kinds of rows. Depth 0 has the nodes that need no draft.
     """
 
     thresholds: Array
@@ -85,7 +85,7 @@ class Expected(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Choices of N slots after P choices each, [N * P, k]: scores and acceptance probabilities, on the host."""
+    """Choices [N * P, k] for N slots after each of P choices: scores and acceptance probabilities, on the host."""
 
     scores: Array
     log_probs: Array
@@ -94,7 +94,7 @@ class Proposal(NamedTuple):
     slots: Array
     """[N * P]: index of the slot below the anchor, from 0."""
     chances: Array
-    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above; they fall along k."""
+    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above; descending along k."""
 
     def observed(self, choices: Array, num_later: Array, right: Array) -> "ObservedChoices":
         """Outcomes of choices [M], given as flat indices in [N * P, k].
@@ -120,7 +120,7 @@ class ObservedChoices(NamedTuple):
 
 
 class Regression:
-    """Logistic regression that learns online, with separate weights [2, inputs] for greedy and drawn tokens."""
+    """Online logistic regression, with separate weights [2, inputs] for greedy and sampled tokens."""
 
     def __init__(self, weights: Array, variance: float) -> None:
         self.weights = weights.astype(float, order="C")
@@ -141,7 +141,7 @@ class Regression:
 
 
 class AcceptanceModel:
-    """Acceptance probabilities of one draft's tokens. deepest: maximum positions of the draft; 0 without one."""
+    """Acceptance probabilities of one draft's tokens. deepest: maximum drafted positions; 0 without a draft."""
 
     def __init__(self, deepest: int, prior: Prior = UNTRAINED) -> None:
         if deepest < 0:
@@ -151,8 +151,7 @@ class AcceptanceModel:
         self.paths = Regression(PATH_WEIGHTS, PATH_VARIANCE)
         guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
-        # Exponentially decayed sums, by kind and depth: probabilities and counts of nodes [2, 1 + D, J], drafts [1 +
-        # D].
+        # Exponentially decayed sums by kind: probabilities and counts of nodes [2, 1 + D, J], drafts [1 + D].
         initial = np.zeros((2, deepest + 1, len(THRESHOLDS)))
         initial[:, 1:] = DOUBT * np.stack([guess * above, above])
         self._nodes = np.stack([initial] * NUM_KINDS)
@@ -161,13 +160,13 @@ class AcceptanceModel:
 
     @property
     def weights(self) -> Array:
-        """Current weights of the regression of choices, as in `Prior`."""
+        """Current weights of the choice regression, as in `Prior`."""
         return self.choices.weights
 
     # --- before the draft ---
 
     def cut_paths(self, paths: Paths, least: float = 0.0) -> Paths:
-        """Paths with their expected gains, cut below a probability of LEAST_REACHED, or `least` if that is higher.
+        """Paths with expected gains, cut where their probability is below LEAST_REACHED, or `least` if it is higher.
 
         RuntimeError without C.
         """
@@ -188,9 +187,9 @@ class AcceptanceModel:
         return Expected(THRESHOLDS, means[:, 0], means[:, 1])
 
     def observe(self, kinds: Array, drafted: Array, node_kinds: Array, depths: Array, chances: Array) -> None:
-        """Learn the nodes that drafts of depths `drafted` [R] added to trees of rows of these kinds [R].
+        """Update the running means with the trees of rows of these kinds [R], drafted to depths `drafted` [R].
 
-        Nodes [M]: the kinds of their rows, depths (0 for a path's node) and probabilities.
+        Nodes [M] of all trees: the kinds of their rows, depths (0 for a path's node) and probabilities.
         """
         shape = NUM_KINDS, self.deepest + 1, len(THRESHOLDS) + 1
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
@@ -208,7 +207,7 @@ class AcceptanceModel:
     def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
         """Acceptance probabilities of a draft's choices [N, k] in slots [N] below the anchor.
 
-        Where planned [N] is False, they are the draft's probabilities.
+        They are the draft's probabilities where planned [N] is False.
         """
         tensors = choices.scores, choices.log_probs
         scores, log_probs = (np.ascontiguousarray(t.numpy(force=True), dtype=np.float32) for t in tensors)
@@ -220,7 +219,7 @@ class AcceptanceModel:
         return Proposal(scores, log_probs, drawn, slots, chances)
 
     def _chances(self, scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
-        """Probabilities as `choice_chances` of growing.c computes them."""
+        """Python version of `choice_chances` (native/growing.c)."""
         features, weights = knowledge(scores, log_probs, drawn, slots), self.choices.weights[drawn.astype(int)]
         logits = features[..., 0] + (features @ weights[:, :NUM_KNOWN, None])[..., 0]
         context_weights = weights[:, NUM_KNOWN:].reshape(-1, NUM_CONTEXTS, 2)
@@ -228,7 +227,7 @@ class AcceptanceModel:
         by_context[..., 0] += context_weights[..., 0].T
         by_context[..., 1:] += context_weights[..., 1].T[..., None]
         chances = logistic(by_context)
-        chances[:, ~(scores > -np.inf)] = 0.0  # cannot be drawn, or not a number
+        chances[:, ~(scores > -np.inf)] = 0.0  # cannot be sampled, or NaN
         chances /= np.maximum(chances.sum(axis=-1, keepdims=True), 1.0)
         return np.minimum.accumulate(chances, axis=-1)
 
@@ -256,8 +255,8 @@ def inputs_of(features: Array, ranks: Array, num_later: Array) -> Array:
 def knowledge(scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
     """Features of every choice [N, k]: its logit by the draft, and OF_CHOICE; float64 [N, k, NUM_KNOWN].
 
-    At temperature 0 the logit is of the draft's probability. For drawn tokens the noise has already decided if the
-    distributions agree; the margins of the race tell how much they may differ.
+    At temperature 0 the logit is that of the draft's probability. At higher ones the noise has already decided the
+    token if the distributions agree; the margins between the noisy scores tell how much they may differ.
     """
     features = np.zeros((*scores.shape, NUM_KNOWN))
     scores, log_probs = (

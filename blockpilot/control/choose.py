@@ -19,10 +19,10 @@ Array = NDArray[Any]
 
 
 class RowPlan(NamedTuple):
-    """Tokens per second of a batch of one kind of row, and seconds that drafting saves a row; for K kinds [K, ...].
+    """Tokens per second of a batch of rows of one kind, and seconds that drafting saves a row; [K, ...] for K kinds.
 
-    saved_s [1 + D] by the depth that the row drafts: net of the cost of drafted positions and verified nodes, without
-    the launch cost of the draft.
+    saved_s [1 + D], by the drafted depth, is net of the cost of drafted positions and verified nodes, but not of the
+    draft's launch cost.
     """
 
     rate: Array
@@ -38,7 +38,7 @@ class Trees(NamedTuple):
 
 
 def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: Load) -> RowPlan:
-    """Plan of `num_rows` rows of each kind, beside the load of other rows, which emit one token each.
+    """Plan, for each kind, of `num_rows` rows together with the load of other rows, which emit one token each.
 
     Maximises over all depths, all probability thresholds of verified nodes, and numbers of nodes that fill a tile.
     """
@@ -59,17 +59,17 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: L
 
 
 def _with_full_tiles(tokens: Array, nodes: Array, num: int, tiles: Tiles) -> tuple[Array, Array]:
-    """Expected tokens and nodes by thresholds [..., J], and for F numbers of nodes that fill a tile: [..., J + F].
+    """Expected tokens and nodes [..., J + F] at J thresholds, and at F numbers of nodes that fill a tile.
 
-    The step has `num` tokens without nodes. `choose_nodes` fills tiles, between two thresholds: of sixteen rows a
-    tile has few thresholds. Further tiles of one token are always full.
+    The step has `num` tokens without nodes. `choose_nodes` fills tiles between two thresholds: with sixteen rows,
+    few thresholds fall into a tile. Further tiles of one token are always full.
     """
     free = tiles.first - num if num < tiles.first else -(num - tiles.first) % tiles.further or tiles.further
     fills = np.arange(free, nodes.max() + tiles.further, tiles.further) if tiles.further > 1 else np.array([free])
     # From no nodes to those above the least threshold, [..., 1 + J].
     xs, ys = (np.concatenate([np.zeros_like(v[..., :1]), v[..., ::-1]], axis=-1) for v in (nodes, tokens))
     filled = np.minimum(fills, xs[..., -1:])
-    # The least threshold that gives as many nodes, and the one above it.
+    # Interpolate between the highest threshold that gives at least `filled` nodes and the next higher one.
     after = (xs[..., None, :] < filled[..., None]).sum(axis=-1).clip(min=1)
     (x0, x1), (y0, y1) = ([np.take_along_axis(v, at, axis=-1) for at in (after - 1, after)] for v in (xs, ys))
     share = np.divide(filled - x0, x1 - x0, out=np.zeros_like(x0), where=x1 > x0)
@@ -77,27 +77,27 @@ def _with_full_tiles(tokens: Array, nodes: Array, num: int, tiles: Tiles) -> tup
 
 
 def _launch_s(num: int, price: StepPrice, other_load: Load) -> list[float]:
-    """Launch cost of a draft's passes for depths 0, 1 and so on [num], beyond the passes of other rows."""
+    """Launch cost in seconds of the draft passes for depths 0 to num - 1 [num], beyond the passes of other rows."""
     launched = other_load.num_passes if other_load.num_drafted else 0
     num_passes = range(num) if price.is_sequential else [0, *[1] * (num - 1)]
     return [price.launch_s * max(0, num_launches - launched) for num_launches in num_passes]
 
 
 class Drafting(NamedTuple):
-    """Depths [R], at least one of them positive if any row may draft, and the seconds of a step that they save."""
+    """Depths [R], at least one positive if any row may draft, and the seconds of a step that they save (or cost)."""
 
     depths: Array
     saved_s: float
 
 
 def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, other_load: Load) -> Drafting:
-    """Depths of rows of these kinds [R], at most most[r] for row r, that save the most seconds or cost the least.
+    """Depths of rows of these kinds [R], at most most[r] for row r, that save the most seconds or cost the fewest.
 
     plans: one for every kind. other_load: load of the other rows.
     """
     saved_s, depths = plans.saved_s, np.arange(plans.saved_s.shape[-1])
     launch_s = np.array(_launch_s(len(depths), price, other_load))
-    # 1. By limits of the depth [1 + D]: what every kind saves at most, and the depth at which it does.
+    # 1. For each depth limit [1 + D]: the most seconds that each kind saves, and the depth that saves them.
     most_saved_s = np.maximum.accumulate(saved_s, axis=1)
     is_better = np.diff(most_saved_s, axis=1, prepend=saved_s[:, :1]) > 0
     best = np.maximum.accumulate(is_better * depths, axis=1)
@@ -116,7 +116,7 @@ def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, o
 
 
 def least_cost_s(plans: RowPlan, num_rows: int, price: StepPrice, other_load: Load) -> float:
-    """Lower bound of the seconds that drafting adds to a step of `num_rows` rows of any kinds; negative: saves."""
+    """Lower bound of the seconds that drafting adds to a step of `num_rows` rows of any kinds; saves if negative."""
     saved_s = plans.saved_s[:, 1:]
     if not saved_s.size:
         return np.inf
@@ -138,7 +138,7 @@ def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) ->
 
 
 def _choose_nodes(saved_s: Array, nodes: Nodes, price: StepPrice, drafted: Load) -> Array:
-    """As `select_nodes` of growing.c."""
+    """Python version of `select_nodes` (native/growing.c)."""
     rows, columns = nodes.grown.nonzero()
     node_saved_s = saved_s[rows, columns]
     best_first = (-node_saved_s).argsort(kind="stable")

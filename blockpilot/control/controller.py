@@ -1,6 +1,6 @@
 """Controller of an engine: plans how deep rows draft, selects the nodes to verify, and learns from the outcomes.
 
-The engine makes these calls and knows neither costs nor probabilities. A controller holds all adaptive state: a new
+The engine makes these calls and handles neither costs nor probabilities. A controller holds all adaptive state: a new
 draft or a fresh start needs a new controller.
 """
 
@@ -24,11 +24,11 @@ from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.native.growing import Nodes
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
-UPDATE_EVERY = 16  # steps between two updates of plans, and whose outcomes form one update of the model
-SHARE_OF_NEWS = 4  # at first fewer: as many as one part in so many of the steps so far
-NUM_EARLY, SHARE_OF_LATER = 256, 4  # steps of which all are learned from; then one in so many
-PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
-EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
+UPDATE_EVERY = 16  # steps per update of the plans, and learned steps per update of the regressions
+SHARE_OF_NEWS = 4  # updates are more frequent at first: after 1 / SHARE_OF_NEWS of the steps so far
+NUM_EARLY, SHARE_OF_LATER = 256, 4  # all of the first NUM_EARLY steps are learned from, then one in SHARE_OF_LATER
+PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which a step of the other kind measures its cost
+EXPLORE_EVERY = 4  # in one of this many drafting steps, one row drafts to its maximum depth
 EXPLORE_SHARE = 0.004  # of the plain step cost, to spend on drafts whose expected gain is below their cost
 
 
@@ -40,10 +40,10 @@ class Planned(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """Plans of every kind of row, and the drafting of rows by their kinds and maximum depths.
+    """Plans of every kind of row, and cached `Drafting` by the rows' kinds and maximum depths.
 
-    least_chance: acceptance probability below which no token saves time. explored_s: seconds that a step may spend on
-    exploration. least_cost_s: as the function of this name.
+    least_chance: acceptance probability below which no token saves time. explored_s: seconds that each step adds to
+    the budget for exploration. least_cost_s: result of `choose.least_cost_s`.
     """
 
     kind_plans: RowPlan
@@ -56,8 +56,8 @@ class Plans(NamedTuple):
 class VerifiedNodes(NamedTuple):
     """Outcomes of the verified nodes below accepted ones.
 
-    Choices [M] of a proposal as flat indices, the numbers of later choices above each, and which were accepted
-    (`right`). Tokens of paths: inputs [P, len(OF_PATH)], which were drawn [P], and which were accepted.
+    Choices [M] of a proposal: flat indices, the numbers of later choices above each, and which were accepted
+    (`right`). Path tokens [P]: inputs [P, len(OF_PATH)], 1 for sampled or 0 for greedy, and which were accepted.
     """
 
     choice_index: Array
@@ -83,7 +83,8 @@ class Controller:
     """Chooses the depths and nodes that maximise tokens per second.
 
     price: step cost, by default NOMINAL. Unless `follows` is False, a measured step cost is updated from the engine's
-    steps. Steps of one kind, plain or drafting, do not measure the other: one in PROBE_EVERY is a probe.
+    steps. Plain steps do not measure drafting, nor the reverse: PROBE_EVERY of one kind are followed by a probe of
+    the other.
     """
 
     def __init__(self, model: AcceptanceModel, price: StepPrice | None = None, *, follows: bool = True) -> None:
@@ -93,18 +94,18 @@ class Controller:
         self.drafts = False
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
-        self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of others
+        self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of other rows
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
         self._least_chance = 0.0  # acceptance probability below which no token saves time, by the latest plan
-        self._num_planned = 0  # steps since the first of the plans was made
-        self._num_plans = 0  # steps that were planned, in all
+        self._num_planned = 0  # steps planned since the latest update of plans
+        self._num_plans = 0  # steps planned in total
         self._num_steps = 0
         self._num_drafts = 0  # steps that drafted
-        self._spare_s = 0.0  # saved up for exploration
+        self._spare_s = 0.0  # budget for exploration
         self._grown = list[Trees]()
         self._proposal: Proposal | None = None
         self._unlearned = list[tuple[Proposal | None, Callable[[], VerifiedNodes]]]()
-        self._num_alike = 0  # consecutive steps that drafted; negative: that did not
+        self._num_alike = 0  # consecutive steps that drafted, or if negative, that did not
 
     def cut_paths(self, paths: Paths) -> Paths:
         """Paths with their expected gains, cut where their tokens would save less than they cost."""
@@ -117,7 +118,7 @@ class Controller:
     def plan(self, rows: Planned, other_load: Load) -> Array:
         """Depths [R] of the next step's draft; other_load is the load of the other rows.
 
-        Running means change slowly: plans of a load are valid until the next update.
+        Running means change slowly, so the plans for a load are reused until the next update.
         """
         if _is_due(self._num_planned, self._num_plans):
             self._observe()
@@ -139,7 +140,7 @@ class Controller:
         return depths
 
     def _planned(self, num_rows: int, other_load: Load) -> Plans:
-        """New plans for so many rows."""
+        """New plans for `num_rows` rows together with the other load."""
         beside = num_rows, self.price, other_load
         kind_plans = plan_rows(self.model.expected(), *beside)
         load = other_load._replace(rows=other_load.rows + num_rows)
@@ -148,9 +149,9 @@ class Controller:
         return Plans(kind_plans, least_chance, explored_s, least_cost_s(kind_plans, *beside), {})
 
     def _depths(self, plans: Plans, rows: Planned, other_load: Load) -> Array:
-        """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
+        """Best depths [R]. If no draft saves time, drafts occasionally, at a cost bounded by EXPLORE_SHARE.
 
-        Otherwise one text with poor drafts would end drafting, and the acceptance would not be observed again.
+        Without this exploration, one text with poor drafts would end drafting, and acceptance would not be observed.
         """
         spare_s = self._spare_s + plans.explored_s
         if plans.least_cost_s > 0 and spare_s < max(self.price.launch_s, plans.least_cost_s):
@@ -161,7 +162,7 @@ class Controller:
             plans.drafting_of[key] = best_drafting(plans.kind_plans, *rows, self.price, other_load)
         drafting = plans.drafting_of[key]
         if drafting.saved_s <= 0 and drafting.depths.any():
-            cost_s = max(self.price.launch_s, -drafting.saved_s)  # an accepted token may not make up for it
+            cost_s = max(self.price.launch_s, -drafting.saved_s)  # the expected gain is uncertain
             self._spare_s = spare_s
             if spare_s < cost_s:
                 return np.zeros_like(drafting.depths)
@@ -169,9 +170,9 @@ class Controller:
         return drafting.depths.copy()
 
     def _explore(self, depths: Array, deepest: Array) -> None:
-        """One in EXPLORE_EVERY drafting steps: one row drafts to its maximum depth, to keep deep means up to date.
+        """Set, in place, one row's depth to its maximum in one of EXPLORE_EVERY drafting steps.
 
-        Not for a sequential draft, which takes a pass for each depth.
+        This keeps the means of large depths up to date. Not for a sequential draft: each depth takes a pass.
         """
         if self.price.is_sequential or not depths.any():
             return
@@ -182,7 +183,7 @@ class Controller:
             depths[row] = deepest[row]
 
     def _observe(self) -> None:
-        """Update the acceptance model with the trees grown since the latest plans."""
+        """Update the acceptance model with the trees grown since the latest update."""
         if not self._grown:
             return
         kinds, drafted = (np.concatenate([trees[i] for trees in self._grown]) for i in (0, 1))
@@ -193,7 +194,7 @@ class Controller:
         self._grown = []
 
     def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
-        """Acceptance probabilities of choices in slots [N] below the anchor; the draft's own if not planned [N]."""
+        """Acceptance probabilities of choices in slots [N] below the anchor; the draft's if not planned [N]."""
         self._proposal = self.model.propose(planned, choices, slots)
         return self._proposal
 
@@ -205,7 +206,7 @@ class Controller:
         return choose_nodes(trees, self.price, drafted, self._rates[trees.kinds])
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
-        """Learn from the outcome of a step, and from its seconds."""
+        """Learn from the outcome of a step, and from its duration in seconds."""
         self._num_steps += 1
         is_learned = self._num_steps <= NUM_EARLY or self._num_steps % SHARE_OF_LATER == 0
         if outcome.verified is not None and is_learned:
@@ -223,7 +224,7 @@ class Controller:
         self._num_alike = num_alike + (1 if self.drafts else -1)
 
     def _learn_nodes(self) -> None:
-        """Learn from the outcomes of the latest steps: together, since alone each would take as long as all."""
+        """Learn from the outcomes of the latest steps together, since learning from one would take as long."""
         choice_outcomes, path_outcomes = list[ObservedChoices](), list[Sequence[Array]]()
         for proposal, verified in self._unlearned:
             outcomes = verified()
@@ -237,7 +238,7 @@ class Controller:
 
 
 def _is_due(num_since: int, num_steps: int) -> bool:
-    """True if so many of the steps so far, those since the latest update, ask for another one."""
+    """True if an update is due `num_since` steps after the latest one, given `num_steps` steps so far."""
     return num_since >= min(UPDATE_EVERY, 1 + num_steps // SHARE_OF_NEWS)
 
 

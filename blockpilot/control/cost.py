@@ -1,13 +1,13 @@
 """Step cost: seconds of a step by its rows, drafted positions and verified tokens.
 
-A step reads every weight once, and multiplies a first tile of tokens by it in nearly the time of one token. With AMX
-further tiles have as many tokens; products by vectors take their time for every further token. Beyond that a step's
-time is linear in the load, to a few percent on CPUs and GPUs. A mixture of experts reads those that a token chooses:
-more tokens choose more of them. So seven coefficients, fitted to a few timed steps (evaluation/pricing.py), give the
-cost of every step, including ragged batches.
+A step reads every weight once, and multiplies a first tile of tokens by it in nearly the time of one token. With AMX,
+further tiles have as many tokens; with vector products, every further token takes additional time. Otherwise a step's
+time is linear in the load, to a few percent on CPUs and GPUs. A mixture of experts reads only the experts that tokens
+choose: more tokens choose more of them. So seven coefficients, fitted to a few timed steps (evaluation/pricing.py),
+give the cost of every step, including ragged batches.
 
-The timed steps run alone on the machine. In a server, event loops, clients and tokenizers run beside them, texts
-grow, and the machine's speed varies, which scales all steps alike: LiveCost estimates the current coefficients.
+The timed steps run alone on the machine. In a server, event loops, clients and tokenizers run at the same time, texts
+grow, and the machine's speed varies, which scales all steps equally: LiveCost estimates the current coefficients.
 """
 
 import json
@@ -27,22 +27,22 @@ PRICE_FILE = "price.json"
 COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s")
 
 LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
-LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift in a step
-NUM_STEPS = 16  # steps in one update
-NOISE = 0.12  # relative, of a step's seconds
+LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift per step
+NUM_STEPS = 16  # steps per update
+NOISE = 0.12  # relative standard deviation of a step's seconds
 OUTLIER = 3.0  # standard deviations at which a step's error is clipped
 LEAST = 0.1  # lower bound of a coefficient, relative to the measured one
 
 
 class Tiles(NamedTuple):
-    """Tokens of the first tile, which a product multiplies in nearly the time of one, and of each further tile."""
+    """Tokens of the first tile, multiplied in nearly the time of one token, and of each further tile."""
 
     first: int
     further: int
 
     def beyond(self, num_tokens: Any) -> Any:
-        """Number of tiles of so many tokens beyond the first, full or not; tiles of one token are not rounded up,
-        for expected numbers of tokens.
+        """Number of tiles, full or not, of `num_tokens` tokens beyond the first tile. Tiles of one token are not
+        rounded up: expected numbers of tokens are fractional.
         """
         more = np.maximum(num_tokens - self.first, 0)
         return more if self.further == 1 else -(-more // self.further)
@@ -50,12 +50,12 @@ class Tiles(NamedTuple):
 
 TILE = 16
 DEFAULT_TILES = Tiles(TILE, TILE)
-TILES = DEFAULT_TILES, Tiles(32, 32)  # possible ones where products are by tiles; AMX's are the last
-VECTORS = Tiles(4, 1), Tiles(16, 1), Tiles(8, 1)  # where they are by vectors
+TILES = DEFAULT_TILES, Tiles(32, 32)  # candidates for products by tiles; AMX's are the last
+VECTORS = Tiles(4, 1), Tiles(16, 1), Tiles(8, 1)  # candidates for products by vectors
 
 
 class Load(NamedTuple):
-    """Load of a step: rows, drafted positions and verified tokens, and prompt tokens beside them."""
+    """Load of a step: rows, drafted positions, verified tokens, and prompt tokens in the same step."""
 
     rows: int
     num_drafted: int = 0
@@ -65,7 +65,7 @@ class Load(NamedTuple):
     num_passes: int = 1
     """Passes of the draft, if anything is drafted (`passes`)."""
     num_prompt_tokens: int = 0
-    """Prompt tokens beside the rows. Their own seconds are not part of the cost, but they fill tiles."""
+    """Prompt tokens in the same step. Their time is not part of the cost, but they fill tiles."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +73,7 @@ class Load(NamedTuple):
         return self.rows + self.num_verified + self.num_prompt_tokens
 
     def terms(self, expert_share: float = 0.0, tiles: Tiles = DEFAULT_TILES) -> tuple[float, ...]:
-        """Factors of COEFFICIENTS, for a target whose tokens choose this share of its experts."""
+        """Factors of COEFFICIENTS, for a target of which each token chooses this share of the experts."""
         num_passes, chosen = self.num_passes if self.num_drafted else 0, chosen_experts(expert_share, self.num_tokens)
         num_tiles = tiles.beyond(self.num_tokens)
         return 1, self.rows, num_passes, self.num_drafted, self.num_verified, num_tiles, chosen
@@ -94,7 +94,7 @@ class StepPrice:
     """Step cost of a pair on a device: seconds are the sum of the coefficients times `Load.terms`.
 
     context: tokens of the timed rows; rows: maximum number of timed rows. error: mean relative error on the timed
-    steps, or on those that were not used in the fit if it is larger there.
+    steps, or on held-out ones, not used in the fit, if it is larger there.
     """
 
     pair: PairId
@@ -144,12 +144,12 @@ class StepPrice:
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + verified_s
 
     def more_experts_s(self, num_tokens: int, more: Any) -> Any:
-        """Seconds of the experts that only `more` tokens choose, beside so many."""
+        """Seconds of the experts that `more` tokens choose in addition to those of `num_tokens` tokens."""
         first_chosen, all_chosen = (chosen_experts(self.expert_share, num) for num in (num_tokens, num_tokens + more))
         return self.experts_s * (all_chosen - first_chosen)
 
     def least_token_s(self, load: Load) -> float:
-        """Lower bound of the seconds of a further verified token; tokens that fill a tile do not begin one."""
+        """Lower bound of the seconds of a further verified token; with a tile only if every token begins one."""
         begins_tile = self.tiles.further == 1 and load.num_tokens >= self.tiles.first
         return self.token_s + self.tile_s * begins_tile
 
@@ -169,12 +169,12 @@ class StepPrice:
         return (self.pair, self.dtype, self.device) == (pair, dtype, device)
 
     def to_json(self) -> str:
-        """One line."""
+        """JSON in one line."""
         return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """From the parsed JSON of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
+        """Step cost from the parsed JSON of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
         in_older_files = {"is_sequential": False, "tile_s": 0.0, "experts_s": 0.0, "expert_share": 0.0, "tile": TILE}
         values = in_older_files | dict(fields) | {"pair": PairId(**fields["pair"])}
         values.setdefault("next_tile", values["tile"])
@@ -208,11 +208,11 @@ NOMINAL = StepPrice(
     token_s=0.04,
     error=0.0,
 )
-"""Default without a measurement, in units of plain steps: one row, with most of a step spent reading the weights."""
+"""Default without a measurement, in units of a plain step of one row, most of which is spent reading the weights."""
 
 
 def read_price(place: Place) -> StepPrice:
-    """Read a file that `to_json` wrote; raises ValueError for anything else."""
+    """Step cost from a file that `to_json` wrote; raises ValueError for anything else."""
     try:
         return StepPrice.from_fields(json.loads(read_bytes(place)))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -227,7 +227,7 @@ def fit(
     expert_share: float = 0.0,
     tiles: Tiles = DEFAULT_TILES,
 ) -> Array:
-    """Non-negative least squares of relative errors on timed steps: coefficients; those not in `names` are 0."""
+    """Coefficients by non-negative least squares of relative errors on timed steps; those not in `names` are 0."""
     from scipy.optimize import nnls  # the import takes 0.3 s, and only measurements need it
 
     relative = np.array([load.terms(expert_share, tiles) for load in loads]) / np.array(seconds)[:, None]
@@ -253,8 +253,8 @@ def relative_error(
 class LiveCost:
     """Kalman filter (1960) over the coefficients of a step cost: a level that all share, and a slope for each.
 
-    Plain and drafting steps of different times differ by the level, too, so level and slopes are estimated together.
-    An update takes `num_steps` steps together, because the engine waits for it.
+    Plain and drafting steps at different times also differ by the level, so level and slopes are estimated together.
+    An update processes `num_steps` steps together, because the engine waits for it.
     """
 
     def __init__(self, price: StepPrice, num_steps: int = NUM_STEPS) -> None:
@@ -262,7 +262,7 @@ class LiveCost:
         measured = price.coefficients
         self._least = LEAST * measured
         scale = np.maximum(measured, 1e-3 * measured.max())
-        scale[COEFFICIENTS.index("experts_s")] *= price.expert_share > 0  # else of a term that is always 0
+        scale[COEFFICIENTS.index("experts_s")] *= price.expert_share > 0  # 0 without experts, whose term is always 0
         level, slopes = np.outer(scale, scale), np.diag(scale**2)
         self._mean = measured
         self._covariance = LEVEL**2 * level + SLOPES**2 * slopes

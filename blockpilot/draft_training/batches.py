@@ -31,7 +31,8 @@ def collate(
 ) -> DraftBatch:
     """Pad documents and their anchors (one tensor of positions per document) to a batch.
 
-    It has at least `num_anchors` anchors, and a multiple of `length_step` tokens: few shapes, for compiled kernels.
+    The batch has at least `num_anchors` anchors per document, and its length is a multiple of `length_step`: few
+    shapes, for compiled kernels.
     """
     lengths, num = torch.tensor([len(d.tokens) for d in documents]), torch.tensor([len(a) for a in anchors])
     most_anchors, padding = max(num_anchors, int(num.max())), -int(lengths.max()) % length_step
@@ -64,7 +65,7 @@ def draw_anchors(document: Document, num_anchors: int, generator: torch.Generato
 
 
 def drafted_positions(batch: DraftBatch, block_size: int) -> tuple[Tensor, Tensor]:
-    """Positions [N, A, B-1] that the blocks draft, and whether each lies inside its document."""
+    """Positions [N, A, B-1] that the blocks draft, and a mask of those inside their document."""
     offsets = torch.arange(1, block_size, device=batch.tokens.device)
     positions = batch.anchors[:, :, None] + offsets
     inside = (positions < batch.lengths[:, None, None]) & batch.valid[:, :, None]
@@ -80,8 +81,8 @@ def at(values: Tensor, positions: Tensor) -> Tensor:
 def draft_batch(draft: DraftModel, embedding: Tensor, batch: DraftBatch, block_size: int) -> Tensor:
     """Hidden states [N, A, B, hidden] of the blocks at every anchor of a batch.
 
-    A document's anchors are spread over rows of ANCHORS_PER_ROW blocks, because attention also computes the products
-    that it masks.
+    A document's anchors are split into rows of ANCHORS_PER_ROW blocks: attention also computes the masked products,
+    which grow with the length of a row.
     """
     num_documents, num_anchors = batch.anchors.shape
     rows_each = -(-num_anchors // ANCHORS_PER_ROW)

@@ -4,8 +4,9 @@ Chains of drafted steps start at every position of the answers, in one pass per 
 target's features, later steps read the draft's own hidden states, as in decoding. Every step embeds the answer's
 tokens.
 
-The loss of a step is the cross entropy with the target's distribution over the draft vocabulary, mixed with that of
-the answer's token (`distill`). Tokens outside the draft vocabulary are left out. The k-th step weighs decay^(k-1).
+The loss of a step is the cross entropy with the target's distribution over the draft vocabulary, mixed with the
+cross entropy with the answer's token (`distill`). Tokens outside the draft vocabulary are left out. The k-th step has
+weight decay^(k-1).
 """
 
 import torch
@@ -16,7 +17,7 @@ from blockpilot.draft_training.batches import DraftBatch
 from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, distilled
 from blockpilot.drafts.eagle3 import Eagle3Model, UnrolledAttention
 
-STEP_DECAY = 0.8  # the paper's code
+STEP_DECAY = 0.8  # as in the paper's code
 
 
 class Eagle3Loss(DraftLoss):
@@ -63,7 +64,7 @@ class Eagle3Loss(DraftLoss):
         drafts token t+1+k. Raises ValueError for a sampled vocabulary.
         """
         if vocabulary is not None:
-            raise ValueError("num_sampled: an EAGLE-3 draft has a vocabulary of its own, so it must be 0")
+            raise ValueError("num_sampled: an EAGLE-3 draft has its own vocabulary, so it must be 0")
         num_steps, (num_documents, length) = self.block_size - 1, batch.tokens.shape
         positions = torch.arange(length, device=batch.tokens.device).expand(num_documents, -1)
         drafted_positions = positions[:, :, None] + torch.arange(2, num_steps + 2, device=positions.device)
@@ -106,7 +107,7 @@ class Eagle3Loss(DraftLoss):
     def _target_probs(self, batch: DraftBatch, inside: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distributions over the draft vocabulary [M, draft vocab], and rows [N, S + B].
 
-        rows maps a position to the distribution after its token. M is 0 without `distill` and `overlap`.
+        rows maps a position to the index of the distribution after its token. M is 0 without `distill` and `overlap`.
         """
         num_steps = inside.shape[2]
         needed = torch.zeros_like(functional.pad(inside[:, :, 0], (0, num_steps + 1)))

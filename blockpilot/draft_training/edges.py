@@ -1,8 +1,8 @@
-"""Training of edges on a frozen draft, whose outputs at all slots are computed once.
+"""Training of edges (bigram scores, drafts/edges.py) on a frozen draft, whose outputs at all slots are computed once.
 
-A frozen draft's outputs never change, so an epoch is a few products of [slots, rank]: minutes on two CPU cores
-instead of hours with the draft in the loop. Given the token before, the edges learn to choose among a slot's best
-tokens as the target does (the loss is over these tokens, as in DFlash 2).
+A frozen draft's outputs never change, so an epoch is a few matrix products of size [slots, rank]: minutes on two CPU
+cores instead of hours with the draft in the loop. Given the previous token, the edges learn to choose among a slot's
+best tokens as the target does. The loss is over these tokens only, as in DFlash 2.
 """
 
 import math
@@ -126,7 +126,7 @@ class EdgeLoss(nn.Module):
         return state
 
     def scores(self, slots: DraftedSlots) -> Tensor:
-        """Scores [M, K] of the slots' best tokens after the tokens before them."""
+        """Scores [M, K] of the slots' best tokens, given the tokens before the slots."""
         with parametrize.cached():
             lifts = self.edges.between(slots.hidden.float(), slots.before.long()[:, None], slots.tokens.long())[:, 0]
         return slots.log_probs + lifts
@@ -134,8 +134,8 @@ class EdgeLoss(nn.Module):
     def forward(self, slots: DraftedSlots) -> tuple[Tensor, Tensor]:
         """Losses [M] and scores [M, K].
 
-        Probability mass outside the slot's best tokens is ignored. The draft already sees the token before a block's
-        first slot, so edges could only add noise there; its goal is the draft's own distribution.
+        Probability mass outside the slot's best tokens is ignored. In a block's first slot `goal` is the draft's
+        distribution: the draft has already attended to the token before (the anchor), so edges could only add noise.
         """
         scores = self.scores(slots)
         log_probs, right = scores.log_softmax(dim=-1), slots.tokens == slots.labels[:, None]
@@ -165,7 +165,7 @@ class _PlusEmbeddings(nn.Module):
 
 
 def by_block(slots: DraftedSlots, flags: Tensor, block_size: int) -> Tensor:
-    """Flags [M] of slots arranged by block [num_blocks, B-1]; False for slots that a block does not have."""
+    """Flags [M] of slots arranged by block [num_blocks, B-1]; False for slots missing from a block."""
     blocks = slots.offsets.eq(1).cumsum(0) - 1
     flags_by_block = torch.zeros(int(blocks[-1]) + 1, block_size - 1, dtype=torch.bool)
     flags_by_block[blocks, slots.offsets.long() - 1] = flags
@@ -228,8 +228,8 @@ class EdgeFit(TrainingFit):
     def validate(self, held_out: DraftedSlots) -> Validation:
         """Loss, accuracy and tau of chains on held-out slots.
 
-        A block's accepted tokens are those before the first where the edges' choice, given the text before it,
-        differs from the text.
+        A block's tokens are accepted until the first slot where the edges' choice, given the text before it, differs
+        from the text.
         """
         losses, scores = self._inner(held_out)
         weights = weights_of(held_out, self.block_size, self.settings.weighting)
@@ -258,10 +258,10 @@ def _chosen(slots: DraftedSlots, scores: Tensor) -> Tensor:
 
 
 def noise_of(slots: DraftedSlots, seed: int = 0) -> Tensor:
-    """Gumbel noise [M, K] under which the target drew the text's tokens with the keyed sampler; 0 at temperature 0.
+    """Gumbel noise [M, K] with which the target's keyed sampler chooses the text's tokens; 0 at temperature 0.
 
-    Sampled given that the label won: the label's noisy score has the distribution of the maximum, and all others are
-    below it. The draft's tokens get the same noise.
+    Sampled on condition that the label has the largest noisy score: this has the distribution of the maximum, and
+    all others are below it. The draft's tokens get the same noise.
     """
     generator = torch.Generator().manual_seed(seed)
 

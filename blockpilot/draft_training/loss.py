@@ -3,12 +3,12 @@
 The loss of a drafted position is the cross entropy with the answer's token, mixed with the cross entropy with the
 target's distribution (`distill`), and with the negative log of the overlap of draft and target (`overlap`; LK loss,
 arXiv 2602.23881), which is the acceptance probability. Positions are weighted by their effect on the accepted length,
-since a token counts only if all before it are right: by a fixed decay exp(-(offset - 1) / gamma), or by D-PACE (arXiv
+since a token is accepted only if all before it are: by a fixed decay exp(-(offset - 1) / gamma), or by D-PACE (arXiv
 2605.18810) from the draft's current confidences. A candidate selector adds the cross entropy of its choice among the
 slot's best tokens.
 
 With a large vocabulary the LM head is most of the cost on a CPU. A draft with its own vocabulary scores only that,
-and positions of other tokens have no weight. Other drafts may use a sampled softmax: a step scores every frequent
+and positions of other tokens have weight 0. Other drafts may use a sampled softmax: a step scores every frequent
 token and a new sample of the rest.
 """
 
@@ -35,7 +35,7 @@ Weighting = Literal["decay", "dpace"]
 
 
 class Vocabulary(NamedTuple):
-    """LM head rows that a step scores: ids [K], ascending, and what is added to a sample's logits [K]."""
+    """LM head rows that a step scores: ids [K], ascending, and the correction [K] added to the logits of a sample."""
 
     ids: Tensor
     correction: Tensor | None = None
@@ -43,7 +43,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class LossSums:
-    """Totals over blocks, to be divided once: loss, weight, and correct and counted drafted positions [B-1]."""
+    """Sums over blocks, divided once at the end: loss, weight, and correct and counted drafted positions [B-1]."""
 
     loss: Tensor
     weight: Tensor
@@ -71,13 +71,13 @@ class Scores(NamedTuple):
 
     loss: Tensor  # weighted mean over drafted positions, to minimise
     sums: LossSums
-    num_accepted: Tensor  # [N, A]: drafted tokens up to the first that differs from the text
+    num_accepted: Tensor  # [N, A]: drafted tokens before the first that differs from the text
 
 
 class DraftLoss(nn.Module):
-    """Draft and loss as one module, so that a distributed wrapper sees a single forward pass.
+    """Draft and loss as one module, so that a distributed wrapper has a single forward pass.
 
-    Maps a DraftBatch, and a Vocabulary or None, to Scores; `head` is the target's [vocab, hidden].
+    Maps a DraftBatch, and a Vocabulary or None, to Scores; `head` is the target's LM head [vocab, hidden].
     """
 
     draft: Draft
@@ -87,7 +87,7 @@ class DraftLoss(nn.Module):
     """A step may score a sample of the vocabulary."""
 
     def compile_parts(self) -> None:
-        """Compile what takes the time; the first steps then take minutes."""
+        """Compile the expensive parts; the first steps then take minutes."""
         for layer in self.draft.decoder_layers:
             layer.compile(dynamic=True)
 
@@ -128,14 +128,14 @@ class BlockLoss(DraftLoss):
 
     def compile_parts(self) -> None:
         super().compile_parts()
-        if self.draft_ids is not None:  # a sample has another shape in every step
+        if self.draft_ids is not None:  # the shape of a sampled vocabulary changes at every step
             self._slot_scores = torch.compile(self.slot_scores)
 
     def forward(self, batch: DraftBatch, vocabulary: Vocabulary | None = None) -> Scores:
         """Draft the block at every anchor and compare it with the text.
 
-        Slots outside their document are computed, too, with a weight of 0: leaving them out would make the host wait
-        for the device, and shapes change.
+        Slots outside their document are computed with weight 0: leaving them out would make the host wait for the
+        device, and shapes would vary.
         """
         if self.draft_ids is not None:
             vocabulary = Vocabulary(self.draft_ids)
@@ -163,8 +163,10 @@ class BlockLoss(DraftLoss):
         labels: Tensor,
         vocabulary: Vocabulary | None,
     ) -> "SlotScores":
-        """Scores of M slots: hidden states [M, hidden] of the draft and of the target, the text's token before each
-        [M], and the index [M] of the text's own in the scored vocabulary.
+        """Scores of M slots.
+
+        hidden and target_hidden [M, hidden]: of the draft and the target. before [M]: the text's tokens before the
+        slots. labels [M]: the text's tokens at the slots, as indices into the scored vocabulary.
         """
         logits = self._logits(hidden, vocabulary).float()
         edges = self.draft.edges
@@ -208,7 +210,7 @@ class BlockLoss(DraftLoss):
 
 
 class SlotScores(NamedTuple):
-    """Losses of M slots, those of the text's token alone, and the draft's choices in the scored vocabulary."""
+    """Losses of M slots, those of the text's token alone, and chosen tokens as indices into the scored vocabulary."""
 
     losses: Tensor
     label_losses: Tensor
@@ -230,9 +232,7 @@ class BestTokens(NamedTuple):
 def best_tokens(
     edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, vocabulary: Vocabulary | None
 ) -> BestTokens:
-    """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the text's tokens `before`
-    [M].
-    """
+    """Best tokens of slots with logits [M, V] and hidden states [M, hidden], given the previous tokens [M]."""
     correction = None if vocabulary is None else vocabulary.correction
     scores, indices = (logits if correction is None else logits - correction).topk(edges.width, dim=-1)
     tokens = indices if vocabulary is None else vocabulary.ids[indices]
@@ -240,7 +240,7 @@ def best_tokens(
 
 
 def numbered(tokens: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
-    """Indices [M] of tokens [M] in the scored vocabulary, and whether each is in it (else the index is void)."""
+    """Indices [M] of tokens [M] in the scored vocabulary, and a mask of those in it (others are meaningless)."""
     if vocabulary is None:
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
     index = torch.searchsorted(vocabulary.ids, tokens).clamp_max(len(vocabulary.ids) - 1)
@@ -250,7 +250,7 @@ def numbered(tokens: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Ten
 def distilled(log_probs: Tensor, labels: Tensor, target_probs: Tensor, share: float, overlap: float = 0.0) -> Tensor:
     """Losses [M] of log_probs [M, V]: (1 - overlap) * cross entropy + overlap * LK loss.
 
-    The cross entropy is with `share` of the target's distributions [M, V] and 1 - share of the labels [M].
+    The cross entropy is with the mixture share * target_probs [M, V] + (1 - share) * one-hot labels [M].
     """
     mixture = target_probs
     if share < 1:
@@ -279,7 +279,7 @@ def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
 
 
 def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.9) -> Tensor:
-    """Ids, ascending, of the fewest tokens that cover `share` of the documents' tokens."""
+    """Ascending ids of the smallest set of tokens that covers `share` of the documents' tokens."""
     ids, counts = torch.cat([torch.as_tensor(d) for d in documents]).long().unique(return_counts=True)
     order = counts.argsort(descending=True, stable=True)
     num_frequent = int((counts[order].cumsum(0) < share * counts.sum()).sum()) + 1
@@ -290,7 +290,7 @@ def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.9) -> T
 def sample_vocabulary(
     frequent: Tensor, labels: Tensor, vocab_size: int, num_sampled: int, generator: torch.Generator
 ) -> Vocabulary:
-    """Frequent tokens, labels and `num_sampled` random others, whose correction makes them represent all others."""
+    """Frequent tokens, labels, and `num_sampled` random others with a logit correction to represent all others."""
     certain = torch.cat([frequent, labels.flatten()]).unique()
     others = torch.ones(vocab_size, dtype=torch.bool)
     others[certain] = False

@@ -1,7 +1,7 @@
-"""Initial weights of a draft, copied from its target: last layers, final norm, and the deepest feature layer.
+"""Initial weights of a draft from its target: last layers, final norm, and a fusion that selects the deepest layer.
 
-Drafts have Llama's or Qwen3's layers. Weights of a Gemma 3 are brought to their form: the 1 is added to norm weights,
-and what the norms of a sublayer's output do on average is multiplied into its last projection.
+Drafts have Llama's or Qwen3's layers. Weights of a Gemma 3 are converted: 1 is added to norm weights, and the average
+effect of the norm on a sublayer's output is folded into the sublayer's last projection.
 """
 
 import re
@@ -36,8 +36,8 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
 
     The fused context is initialised to the deepest layer that the draft reads, with the norm of the first copied
     layer. Weights with another name or shape are unchanged. If the target has no query and key norms, the draft's are
-    set to the mean size of the target's queries and keys on `text` (token ids), which keeps the sharpness of its
-    attention. Raises ValueError as `check_start` does.
+    set to the root mean square of the target's queries and keys on `text` (token ids), which keeps the sharpness of
+    its attention. Raises ValueError as `check_start` does.
     """
     check_start(target.config)
     first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
@@ -89,7 +89,7 @@ def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel, text: 
 
 
 def _source(target: PreTrainedModel, text: Sequence[int]) -> dict[str, Tensor]:
-    """The target's weights by the names, and in the form, of a Llama or Qwen3."""
+    """Weights of the target, converted to the names and the structure of Llama or Qwen3."""
     source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
     if target.config.model_type != "gemma3_text":
         return source
@@ -107,7 +107,7 @@ def _source(target: PreTrainedModel, text: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _sizes(target: PreTrainedModel, text: Sequence[int], products: Sequence[str]) -> dict[str, float]:
-    """Root mean square of the outputs of these products of every layer on a text, by `layers.i.NAME`."""
+    """Root mean square of the outputs of these projections on a text, for every layer, by `layers.i.NAME`."""
     sizes: dict[str, float] = {}
 
     def measure(name: str, output: Tensor) -> None:

@@ -55,8 +55,8 @@ class DraftFitSettings:
     overlap: float = 0.0
     """Share of the loss that is the LK loss, from the overlap of draft and target."""
     num_sampled: int = 1024
-    """Sampled softmax: rare tokens drawn at each step; 0 scores the whole vocabulary. A draft with its own vocabulary
-    always scores that."""
+    """Sampled softmax: rare tokens sampled per step; 0 scores the whole vocabulary. A draft with its own vocabulary
+    always scores all of its tokens."""
     autocast: bool = True
     """Run matrix products in bfloat16; weights stay float32."""
     compile: bool = False
@@ -75,10 +75,9 @@ class DraftFitSettings:
 
 
 class TrainingFit(ABC):
-    """Training that can stop after any step and resume from its state: optimizer, schedule and their state.
+    """Training loop with optimizer and schedule that can stop after any step and resume from its `state_dict`.
 
-    `loss` is a module, or a distributed wrapper of one. Subclasses call `_begin` when they know their number of
-    steps.
+    `loss` is a module, or a distributed wrapper of one. Subclasses call `_begin` once the number of steps is known.
     """
 
     _inner: nn.Module
@@ -195,7 +194,7 @@ class DraftFit(TrainingFit):
     def validate(self, corpus: Corpus, indices: Sequence[int]) -> Validation:
         """Score the blocks at every position of the held-out answers `indices`, over the whole vocabulary.
 
-        Tau is therefore that of decoding these texts, up to the training's arithmetic. One worker may run this alone.
+        Tau therefore equals that of decoding these texts, up to numerical differences. One worker may run this alone.
         """
         total: LossSums | None = None
         emitted, steps = Counter[float](), Counter[float]()
@@ -204,7 +203,7 @@ class DraftFit(TrainingFit):
             anchors = possible_anchors(document)
             if not len(anchors):
                 continue
-            with torch.compiler.set_stance("force_eager"):  # every document has a shape of its own
+            with torch.compiler.set_stance("force_eager"):  # every document has a different shape
                 scores = self._scores(self._inner, collate([document], [anchors]), None)
             total = scores.sums if total is None else total + scores.sums
             emitted[temperature] += len(anchors)

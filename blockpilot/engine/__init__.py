@@ -1,1 +1,1 @@
-"""Tokens: the batched engine, the keyed sampler, text as it comes."""
+"""Batched engine, keyed sampler, constrained decoding and incremental detokenizer."""

@@ -15,10 +15,10 @@ from blockpilot.types import NO_TREE, Sampling, Tree
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows in the first slots: R that decode, each a block of its anchor and a tree of drafted tokens, then prompts.
+    """Rows in the first slots: R decoding rows, each with a block, then rows in prefill.
 
-    Their tokens [N] lie side by side. The target makes M choices: one after every token of a block, and one after
-    every prompt that is complete.
+    A block is the row's anchor and a tree of drafted tokens. The tokens of all rows are flattened to [N]. The target
+    makes M choices: one after every token of a block, and one after every complete prompt.
     """
 
     rows: Sequence[Row]
@@ -29,9 +29,9 @@ class Batch:
     num_block_tokens: int
     """Tokens of the blocks, which come first in the batch."""
     prompts: Sequence[tuple[Row, slice]]
-    """Rows in prefill, each with the slice of the batch's tokens that is its own."""
+    """Rows in prefill, each with its slice of the batch's tokens."""
     ends: Mapping[Row, int]
-    """Rows whose prompt is complete after this step, with the index of its last token in the batch."""
+    """Rows whose prompt is complete after this step, with the batch index of the prompt's last token."""
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class Batch:
             starts.append(row.num_cached)
             if num == row.num_uncached:
                 ends[row] = len(tokens) - 1
-        # 3. Chains need no mask but the causal one: a node's parent is the token before it.
+        # 3. Chains need only the causal mask: a node's parent is the token before it.
         parents = None if all(tree.is_chain for tree in trees) else [tree.parents for tree in trees]
         packing = Packing(sizes, starts, device, parents, cut=len(trees))
         rows = [*decoding, *prompts]
@@ -83,12 +83,12 @@ class Batch:
         return draws
 
     def read_from(self, hidden: Tensor) -> Tensor:
-        """Hidden states [M, hidden] that the choices are made from, out of those of all tokens [N, hidden]."""
+        """Hidden states [M, hidden] of the tokens that need logits, selected from those of all tokens [N, hidden]."""
         block_states = hidden[: self.num_block_tokens]
         return torch.cat([block_states, hidden[list(self.ends.values())]]) if self.ends else block_states
 
     def final(self, paths: Sequence[Sequence[int]]) -> dict[Row, list[int]]:
-        """Indices of the final tokens of rows that may draft: accepted paths [R] of blocks, and whole prompts."""
+        """Batch indices of accepted tokens, for rows that may draft: accepted paths [R], and whole prompts."""
         final = dict[Row, list[int]]()
         for row, first, path in zip(self.rows, self.packing.firsts, paths, strict=False):
             if row.can_draft:
@@ -99,7 +99,7 @@ class Batch:
         return final
 
     def following(self, chosen: Sequence[int]) -> list[int]:
-        """The token after each of the batch's tokens, by the choices [M]; invalid for rejected tokens."""
+        """Next token of every token in the batch [N], given the choices [M]; invalid for rejected tokens."""
         tokens, first_tokens = list(chosen[: self.num_block_tokens]), iter(chosen[self.num_block_tokens :])
         for row, span in self.prompts:
             prompt_tokens = row.tokens[row.num_cached + 1 :][: span.stop - span.start]

@@ -1,8 +1,8 @@
 """Constrained decoding: the tokens that may be drafted under an automaton, and the tokens that the target chooses.
 
 The text equals one-token-at-a-time decoding under the same mask. A token's noise in the keyed sampler's race does not
-depend on which others are allowed, so a free choice that is allowed is also the constrained choice. The mask is only
-needed if the automaton refuses the free choice, or if min_p, top_k or top_p select among the allowed tokens.
+depend on which others are allowed, so an unconstrained choice that is allowed is also the constrained choice. The
+mask is only needed if the automaton refuses that choice, or if min_p, top_k or top_p select among the allowed tokens.
 """
 
 import math
@@ -21,18 +21,18 @@ NO_SLOTS = Slots([], [], [])
 def settle(
     row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], logits: Tensor, target_logits: Tensor
 ) -> list[int]:
-    """Replace free choices by choices that the row's automaton allows, along the path that they accept.
+    """Choices [1 + nodes] of the target, those on the accepted path replaced by ones that the row's automaton allows.
 
-    chosen [1 + nodes] are the target's free choices after the anchor and after every node, drawn from
-    logits [1 + nodes, vocab]. If these allow no token (only stop tokens, before the minimum length), the target's
-    unprocessed logits decide. The choice is NO_TOKEN where the automaton reaches its limits after at least one token;
-    if it reaches them at the anchor, its ValueError is raised.
+    chosen [1 + nodes]: unconstrained choices after the anchor and after every node, from logits [1 + nodes, vocab].
+    If every allowed token is masked there (stop tokens before the minimum length), the target's unprocessed logits
+    decide. The choice is NO_TOKEN where the automaton reaches its limits after at least one token; if it reaches them
+    at the anchor, its ValueError is raised.
     """
     chosen, sampling = list(chosen), row.request.sampling
     is_cut = not sampling.is_greedy and cuts(sampling, logits.shape[1])
     children, path = tree.children, list[int]()
     node: int | None = 0
-    # Only choices on the accepted path are settled: others are never read.
+    # Only choices on the accepted path are constrained: others are never read.
     while node is not None and chosen[node] != NO_TOKEN and not automaton.ends(path):
         if is_cut or not automaton.allowed(path, chosen[node : node + 1])[0]:
             try:
@@ -40,9 +40,9 @@ def settle(
             except ValueError:
                 if not path:
                     raise
-                chosen[node] = NO_TOKEN  # the tokens before it are final, as in plain decoding
+                chosen[node] = NO_TOKEN  # the tokens before it stay accepted, as in plain decoding
                 break
-            # The same noise over the allowed tokens gives the draw of one-token-at-a-time decoding.
+            # The same noise over the allowed tokens gives the token of one-token-at-a-time decoding.
             masked = logits[node : node + 1].masked_fill(refused, -math.inf)
             if logits is not target_logits and masked.isneginf().all():
                 masked = target_logits[node : node + 1].masked_fill(refused, -math.inf)

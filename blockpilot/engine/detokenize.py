@@ -37,7 +37,7 @@ class TextStream:
     def push(self, tokens: Iterable[int], *, may_stop: bool = True) -> str:
         """New text that no later token can change; empty when stopped.
 
-        Stop strings are searched in the text of tokens that `may_stop`.
+        Stop strings are searched in it only if `may_stop`.
         """
         # The decoder holds back an incomplete character, the search a possible prefix of a stop string.
         text = self._utf8.decode(b"".join(map(self._speller.push, tokens)))

@@ -1,7 +1,7 @@
-"""Draft stage of a step: the draft over its own cache, and the trees to verify.
+"""Draft stage of a step: a pass of the draft over its KV cache, and the trees to verify.
 
-The draft's cache covers all final tokens of the rows that may draft. The target's features of these tokens are stored
-in every step, also while a row decodes plainly: a gap in the draft's context would silently lower acceptance. They
+The draft's cache covers all accepted tokens of the rows that may draft. Every step stores the target's features of
+these tokens, also while a row decodes plainly: a gap in the draft's context would silently lower acceptance. They
 enter the cache together before the row drafts: one token at a time would cost 3% of a plain step.
 """
 
@@ -31,11 +31,11 @@ from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.types import NO_TREE, Candidates, Sampling, Step, Tree
 
-NUM_CANDIDATES = 8  # of every slot of a tree
+NUM_CANDIDATES = 8  # per slot of a tree
 
 
 class Drafter:
-    """A draft and its cache of `num_slots` slots."""
+    """A draft and its KV cache of `num_slots` slots."""
 
     def __init__(self, draft: PreparedDraft, num_slots: int, length: int) -> None:
         self._draft = draft
@@ -46,8 +46,8 @@ class Drafter:
     ) -> Candidates | ConditionalCandidates:
         """The `num` best choices for each of the depths[r] (1 or more) positions after the anchor of every row [R].
 
-        The rows are in `slots` [R]. Draft and target draw a position's token with the same key: if their
-        distributions agree, so do the tokens, at any temperature.
+        The rows are in `slots` [R]. Draft and target sample a position's token with the same key: if their
+        distributions are equal, so are the tokens, at any temperature.
         """
         starts, anchors = [row.anchor_position for row in rows], [row.tokens[-1] for row in rows]
         sampling = [row.request.sampling for row in rows]
@@ -64,7 +64,7 @@ class Drafter:
         return self._draft.propose(request, self.cache, choose)
 
     def note(self, batch: Batch, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor) -> None:
-        """Store the target's features of final tokens, out of those of the batch [N, F], in the rows that may draft.
+        """Store the target's features of accepted tokens in the rows that may draft, given all features [N, F].
 
         paths [R] are the accepted paths of blocks, chosen [M] the target's choices.
         """
@@ -86,7 +86,7 @@ class Drafter:
         Returns the context vectors [N, hidden] of the pending tokens of all rows, in the order of the rows; None if
         there were none.
         """
-        # 1. Pending tokens of all rows side by side, each from the end of its cached tokens on.
+        # 1. Flattened pending tokens of all rows; those of a row start after its cached tokens.
         pending, pending_slots, sizes, starts = list[Row](), list[int](), list[int](), list[int]()
         features, following = list[Tensor](), list[int]()
         for row, slot in zip(rows, slots, strict=True):
@@ -115,7 +115,7 @@ class Drafts(NamedTuple):
     grown: GrownTrees
     candidates: StepCandidates | None
     load: Load
-    """The step's load, without the tokens that it verifies."""
+    """Load of the step, in which num_verified counts only rows of fixed block sizes."""
 
     def outcome(
         self,
@@ -128,7 +128,7 @@ class Drafts(NamedTuple):
     ) -> StepOutcome:
         """Outcome of the step, given the accepted paths [R] of the trees."""
         load = self.load._replace(num_verified=sum([len(tree.tokens) for tree in self.trees]))
-        # Computed later, for many steps at once: beside the weights that a step reads, every line of Python is slow.
+        # Computed later, for many steps together: between passes that read all weights, every line of Python is slow.
         node_outcomes = partial(verified, rows, self.grown, accepted, steps, self.candidates)
         return StepOutcome(load, num_prompt_tokens, node_outcomes if self.grown.slots else None, has_captured)
 
@@ -142,11 +142,12 @@ class Proposer:
         self._passes = partial(passes, is_sequential=draft.is_sequential)
 
     def propose(self, rows: Sequence[Row], controller: Controller, num_prompt_tokens: int = 0) -> Drafts:
-        """Trees for rows [R] in the first slots, beside the prompts of others; the controller chooses for rows that
-        adapt.
+        """Trees for the decoding rows [R], in the first slots; the controller chooses for rows that adapt.
+
+        num_prompt_tokens: prompt tokens that are prefilled in the same step.
         """
         drawn = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
-        # 1. Paths from prompt lookup, and the kinds of rows, which share a plan.
+        # 1. Paths from prompt lookup, and the kinds of rows; rows of one kind share a plan.
         paths = self._lookup.paths(rows, drawn, self._most, controller.cut_paths)
         kinds = controller.kinds(drawn, paths)
         # 2. The depth of each row, and one pass of the draft over the rows that draft.
@@ -160,7 +161,7 @@ class Proposer:
         return Drafts([tree_of.get(slot, NO_TREE) for slot in range(len(rows))], grown, candidates, load)
 
     def _depths(self, rows: Sequence[Row], kinds: Array, controller: Controller) -> list[int]:
-        """Positions that the draft proposes tokens for, for every row [R] of these kinds [R]."""
+        """Depths [R] of rows of these kinds [R]: positions that the draft proposes tokens for."""
         depths = [0 if row.adapts else row.next_depth(self._deepest) for row in rows]
         adapting = [r for r, row in enumerate(rows) if row.adapts]
         if not adapting:
@@ -177,7 +178,7 @@ class Proposer:
         self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None, controller: Controller
     ) -> StepCandidates | None:
         """Candidates for rows [R], after one pass of the draft over the rows that draft; None if there are none."""
-        # 1. The draft, after the pending tokens of the rows that draft entered its cache.
+        # 1. The draft's choices, after the pending tokens of the rows that draft are added to its cache.
         slots = [slot for slot, depth in enumerate(depths) if depth]
         candidates: StepCandidates | None = None
         if slots:
@@ -188,7 +189,7 @@ class Proposer:
             candidates = score_candidates(
                 choices, slots, [row.adapts for row in drafting], positive_depths, controller
             )
-        # 2. Paths from prompt lookup beside its choices, also for rows that do not draft.
+        # 2. Paths from prompt lookup, merged with these choices, also for rows that do not draft.
         if paths is not None and paths.sizes.any():
             candidates = merge_paths(candidates, paths, controller.model.paths.weights)
         return candidates
@@ -202,12 +203,12 @@ def draft_candidates(
     num: int,
     graphs: Graphs | None = None,
 ) -> Candidates:
-    """The draft's `num` best choices at hidden states [N, hidden], or as many as its edges choose among."""
+    """The draft's `num` best choices at hidden states [N, hidden]; with edges, as many as these rescore."""
     return best_choices(head(hidden), positions, sampling, _num_choices(head, num), head.subset, graphs)
 
 
 def _num_choices(head: DraftHead, num: int) -> int:
-    return num if head.edges is None else head.edges.width  # whatever other rows of the batch need
+    return num if head.edges is None else head.edges.width  # regardless of the other rows' `num`
 
 
 def _processed_candidates(
@@ -215,7 +216,7 @@ def _processed_candidates(
 ) -> Candidates:
     """`draft_candidates` for rows [N], some with logits processors, which apply to the draft's logits as well."""
     logits = head(hidden)
-    # Processors use the target's vocabulary; a draft may have a part of it.
+    # Processors use the target's vocabulary; a draft's may be a subset.
     logits = logits if head.subset is None else head.subset.expanded(logits)
     logits = logits.float()
     by_row: dict[Row, list[int]] = {}

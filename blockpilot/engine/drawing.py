@@ -1,7 +1,7 @@
 """The target's choices in a step: one token after every token that it scored, by each request's sampling parameters.
 
-Rows without a logits processor are drawn together from the target's unprocessed logits. The others are drawn from
-processed copies. Constrained rows then correct their choices along the path that they accept.
+Rows without a logits processor are sampled together from the target's unprocessed logits, the others from processed
+copies. Constrained rows then correct their choices along the accepted path.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ Draws = Sequence[tuple[int, Sampling]]
 def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) -> list[int]:
     """The target's choices [M] of a batch, from logits [M, V]; NO_TOKEN where a row fails.
 
-    An exception of an automaton fails its own row only (`Row.error`).
+    An exception in an automaton fails only its row (`Row.error`).
     """
     draws, scored = batch.draws, batch.scored
     if not draws:
         return []
-    # 1. Logits processors work on a copy, by the row's text and, in a tree, each node's path.
+    # 1. Logits processors change a copy, given the row's text and, in a tree, each node's path.
     processed = dict[Row, Tensor]()
     for row, tree, span in scored:
         if row.processor is not None:
             positions = [position for position, _ in draws[span]]
             processed[row] = row.processor(logits[span], row.tokens, positions, paths_of(tree))
-    # 2. One draw for all rows without a processor, one for the others.
+    # 2. One sampler call for all rows without a processor, one for the others.
     if not processed:
         chosen = _sample(logits, draws, graphs)
     else:
@@ -46,7 +46,7 @@ def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) ->
         for indices, values in ((unprocessed_ids, logits[unprocessed_ids]), (processed_ids, all_processed)):
             for i, token in zip(indices, _sample(values, [draws[i] for i in indices], graphs), strict=True):
                 chosen[i] = token
-    # 3. Constrained rows correct their choices; a row whose automaton fails has none.
+    # 3. Constrained rows correct their choices; a row whose automaton fails has only NO_TOKEN.
     for row, tree, span in scored:
         if row.automaton is not None and row.error is None:
             try:

@@ -1,9 +1,9 @@
-"""The batched decoding engine: requests share one batch of slots, each with its own block size.
+"""The batched decoding engine: requests share one batch of slots, each with a separate block size.
 
-A step drafts tokens for the rows, scores all blocks in one pass of the target, and commits the tokens that the keyed
-sampler confirms (sampling.py). Blocks and the prompts of new requests are packed without padding (models/packing.py).
-Block size 1 is plain autoregressive decoding through the same code. The controller (control/controller.py)
-chooses what is drafted and verified.
+A step drafts tokens for the rows, scores all blocks in one pass of the target, and commits the drafted tokens that
+equal the target's choices (sampling.py), and one bonus token per row. Blocks and the prompts of new requests are
+flattened into one pass without padding (models/packing.py). Block size 1 is plain autoregressive decoding through the
+same code. The controller (control/controller.py) chooses what is drafted and verified.
 """
 
 import logging
@@ -33,10 +33,10 @@ from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Request, Step
 
-MAX_LENGTH = 2048  # by default
+MAX_LENGTH = 2048  # default of max_length
 MAX_PREFILL_TOKENS = 8192
 WITH_STATES = "the target has recurrent states, which pages of keys and graphs do not hold"
-MAX_PENDING = 64  # final tokens of a row that are not in the draft's cache yet
+MAX_PENDING = 64  # accepted tokens of a row that are not in the draft's cache yet
 
 _logger = logging.getLogger(__name__)
 
@@ -45,16 +45,16 @@ class Engine:
     """Continuous batch of requests: `add` them, then `step` until `idle`. Not thread-safe: use it from one thread.
 
     num_slots: requests that decode together; others wait. max_length: maximum tokens of a prompt and its answer, by
-    default 2,048 or the target's context. Memory for both is allocated at once (`cache_bytes`).
+    default 2,048 or the target's context. All KV caches are allocated at the start (`cache_bytes`).
     controller: chooses at every step what is drafted and verified; may be replaced between steps. policy: the prior
     of its acceptance model, or a function that fixes each request's block size after its prefill.
-    max_block_size: maximum of any request.
-    max_prefill_tokens: maximum prompt tokens in a step; decoding requests continue in the same step.
+    max_block_size: maximum block size of any request.
+    max_prefill_tokens: maximum prompt tokens in a step (chunked prefill); decoding requests continue in that step.
     prefix_tokens: capacity of the prefix cache in tokens (prefixes.py). graphs: on a GPU, run steps of few tokens by
-    CUDA graphs (models/graphs.py). A target with recurrent states has neither (`switched_off`).
+    CUDA graphs (models/graphs.py). A target with recurrent states supports neither (`switched_off`).
 
-    Raises ValueError for an invalid size. If `on_failure` is set, the error of one request ends only that request and
-    is passed to it with the request's id; otherwise the step raises it.
+    Raises ValueError for an invalid size. If `on_failure` is set, an error in one request ends only that request, and
+    `on_failure` is called with the request's id and the error; otherwise the step raises it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
-        self.exactness = self._target.exactness  # of texts compared with plain decoding, and why
+        self.exactness = self._target.exactness  # "bit for bit" or "up to rounding", and the reason
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self.switched_off = {name: WITH_STATES for name in ("prefix cache", "CUDA graphs") if self._target.has_states}
         """Parts of the engine that this target cannot use, with the reason."""
@@ -98,7 +98,7 @@ class Engine:
             self._drafter.cache.graphs = Graphs(self._device)
             self._cache.graphs = None if self._target.has_states else self._drafter.cache.graphs
         self._rows: list[Row] = []  # decoding rows, by slot
-        self._partial: Row | None = None  # the row in chunked prefill, in the next slot
+        self._partial: Row | None = None  # row in chunked prefill, in the slot after them
         self._waiting: deque[Row] = deque()
         self._next_id = 0
 
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def num_decoding(self) -> int:
-        """Requests after their prefill."""
+        """Requests whose prefill is complete."""
         return len(self._rows)
 
     @property
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of both caches and of the prefix cache; constant."""
+        """Bytes of the KV caches of target and draft and of the prefix cache; constant."""
         return self._cache.num_bytes + self._drafter.cache.num_bytes + self._prefixes.num_bytes
 
     @property
@@ -139,9 +139,9 @@ class Engine:
         self._limits.check(request)
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the id in its steps. Raises ValueError as `check` does.
+        """Queue a request and return its id (`Step.request_id`). Raises ValueError as `check` does.
 
-        A request ends at its own `stop_token_ids`; those of the model are `pair.stop_token_ids`.
+        The model's stop tokens end a request only if its `stop_token_ids` include them (`pair.stop_token_ids`).
         """
         self.check(request)
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -168,7 +168,7 @@ class Engine:
     def step(self) -> list[Step]:
         """Advance every decoding row by one block, and prefill at most `max_prefill_tokens` prompt tokens."""
         started, num_graphs = time.perf_counter(), len(self._drafter.cache.graphs or ())
-        # 1. Schedule: the decoding rows, and the prompts to prefill beside them.
+        # 1. Schedule: the decoding rows, and the prompts to prefill in the same step.
         rows, prompts = list(self._rows), self._schedule()
         if not rows and not prompts:
             return []
@@ -178,11 +178,11 @@ class Engine:
         # 3. Score: one pass of the target over blocks and prompts.
         batch = Batch.of(rows, drafts.trees, prompts, self._device)
         logits, features = self._score(batch)
-        # 4. Commit: tokens that equal the target's own choices are final.
+        # 4. Commit: drafted tokens that equal the target's choices are accepted.
         steps, accepted = self._commit(batch, logits, features)
         self._keep_prefixes(steps)
         self._retire()
-        # 5. Learn: acceptance from the verified nodes, and the step cost, unless a graph was captured in this step.
+        # 5. Learn: acceptance from the verified nodes, and the step cost unless a graph was captured in this step.
         has_captured = len(self._drafter.cache.graphs or ()) > num_graphs
         outcome = drafts.outcome(
             rows, accepted, steps, num_prompt_tokens=num_prompt_tokens, has_captured=has_captured
@@ -193,13 +193,13 @@ class Engine:
     # --- schedule ---
 
     def _schedule(self) -> dict[Row, int]:
-        """Prompts to prefill in the order of the requests, with the number of tokens of each; the last may be cut."""
-        # A prompt that was cut continues first, in the slot after the decoding rows.
+        """Rows to prefill, first come first served, with the prompt tokens of each; the last prompt may be split."""
+        # A partly prefilled prompt continues first, in the slot after the decoding rows.
         rows = [] if self._partial is None else [self._partial]
         left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
             if self._prefixes.worth_waiting(self._waiting[0], rows):
-                break  # after the prefill of the other prompt it can share these pages
+                break  # after the prefill of the other prompt it can reuse these pages
             row = self._waiting.popleft()
             self._prefixes.reuse(row, len(self._rows) + len(rows))
             rows.append(row)
@@ -284,9 +284,9 @@ class Engine:
     def _begin(
         self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: dict[Row, Tensor]
     ) -> list[Step]:
-        """First tokens of rows whose prompts are complete, and the policy's choices of their block sizes.
+        """Emit the first tokens of rows whose prompts are complete, and fix their block sizes if there is a policy.
 
-        logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens drawn from them.
+        logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens chosen from them.
         """
         self._rows += rows
         lengths = [len(row.tokens) for row in rows]
@@ -304,7 +304,7 @@ class Engine:
 
     @contextmanager
     def _isolated(self, row: Row) -> Iterator[None]:
-        """Failure isolation: an exception inside ends this row only."""
+        """Failure isolation: with `on_failure`, an exception inside ends this row only."""
         try:
             yield
         except Exception as error:

@@ -31,20 +31,20 @@ def generate(
     stop_token_ids: Collection[int] | None = None,
     stop_strings: str | Sequence[str] = (),
 ) -> Iterator[Step]:
-    """Decode one prompt; yields every step, with its final `tokens`: `pair.tokenizer.decode(step.tokens)`.
+    """Decode one prompt; yields every step with its new `tokens`: `pair.tokenizer.decode(step.tokens)`.
 
-    prompt_ids: token ids, as a list, tuple, tensor or array [n] or [1, n], or what `pair.tokenizer(text)` and
-    `pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True)` return.
+    prompt_ids: token ids, as a list, tuple, tensor or array [n] or [1, n], or the output of `pair.tokenizer(text)` or
+    `pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True)`.
     block_size: tokens that a step verifies, including the anchor; 1 never drafts. By default it adapts at every step,
-    or `policy` fixes it for the whole text. layout: "tree" verifies a draft tree, "chain" one sequence. lookup: also
-    verify what followed earlier occurrences of the text's end (prompt lookup), by default if the block size adapts.
-    The text is the same for all of these.
-    max_new_tokens: maximum; fewer if the target's context ends. Nothing stops the text before min_new_tokens.
+    or `policy` fixes it for the whole text. layout: "tree" verifies a draft tree, "chain" one sequence. lookup:
+    prompt lookup, which also verifies tokens that followed earlier occurrences of the text's end; by default on if
+    the block size adapts. The text is the same for all of these.
+    max_new_tokens: maximum; fewer if the target's context is full. Nothing stops the text before min_new_tokens.
     temperature 0 is greedy; the other sampling parameters are off by default (`Sampling`). The seed determines
     the text. stop_token_ids end the text and are its last token; by default the pair's. stop_strings end the text
     before them: `step.texts` is then the text to show.
 
-    Raises ValueError at once, with the name, for an invalid value.
+    Raises ValueError, naming the argument, for an invalid value, immediately rather than at the first step.
     """
     sampling = Sampling(
         temperature,
@@ -58,7 +58,7 @@ def generate(
         tuple((logit_bias or {}).items()),
     )
     stops: Any = pair.stop_token_ids if stop_token_ids is None else stop_token_ids
-    strings: Any = stop_strings  # Request accepts all forms of both
+    strings: Any = stop_strings  # Request accepts all forms of both arguments
     request = Request(
         prompt_ids,
         max_new_tokens,
@@ -70,7 +70,7 @@ def generate(
         min_new_tokens=min_new_tokens,
         lookup=lookup,
     )
-    # As short as the text allows: the caches are the engine's memory.
+    # The shortest length that fits the text: it determines the memory of the KV caches.
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
     engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
     engine.add(request)

@@ -1,4 +1,4 @@
-"""Candidates of a step's rows with their acceptance probabilities, and the trees that grow from them.
+"""Candidates for a step's rows with their acceptance probabilities, and the trees grown from them.
 
 Candidates are the draft's choices for every slot, and paths from prompt lookup. Trees grow best first (trees.py; in
 C, native/growing.c); the controller selects how many of their nodes are verified.
@@ -24,10 +24,10 @@ from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Step, Tree
 
 
 class StepCandidates(NamedTuple):
-    """Candidates for R rows of a step, in `slots` of its batch: a draft's for `drafted` [R] positions, and paths.
+    """Candidates for R rows, in `slots` of the batch: a draft's choices for `drafted` [R] positions, and paths.
 
-    drawn [R]: rows whose tokens are drawn; None without paths. unknown: the next slot's list after a token that is
-    none of the choices.
+    drawn [R]: 1 for rows with a temperature above 0, 0 for greedy ones; None without paths. unknown: index of the
+    next slot's list after a token that is not one of the choices (`Slots.unknown`).
     """
 
     slots: Sequence[int]
@@ -59,9 +59,9 @@ def score_candidates(
     depths: Sequence[int],
     controller: Controller,
 ) -> StepCandidates:
-    """A draft's choices for rows [R] in these slots, depths[r] of row r, with their acceptance probabilities.
+    """A draft's choices, with acceptance probabilities, for rows [R] in `slots`: depths[r] positions of row r.
 
-    adapts [R]: rows that the controller has planned.
+    adapts [R]: rows whose depth the controller planned.
     """
     choices, links = (
         (proposed.candidates, proposed.next_lists)
@@ -79,7 +79,7 @@ def score_candidates(
 
 
 def merge_paths(draft_offer: StepCandidates | None, paths: Paths, weights: Array) -> StepCandidates:
-    """Merge the paths of all rows of a step into the draft's candidates, by the weights of the path regression."""
+    """Merge the paths of all rows of a step into the draft's candidates; weights: those of the path regression."""
     draft_offer = draft_offer or NOTHING_DRAFTED
     slots, lists, drafted = list(draft_offer.slots), draft_offer.lists, draft_offer.drafted
     if carried := set(np.flatnonzero(paths.sizes).tolist()).difference(slots):
@@ -97,7 +97,7 @@ def merge_paths(draft_offer: StepCandidates | None, paths: Paths, weights: Array
 
 @lru_cache(maxsize=64)
 def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int) -> tuple[Array, Array, Array, Array]:
-    """First slots and depths [R] of rows; for each list its depth below the anchor, and if its row adapts."""
+    """First slots [R] and depths [R] of rows; for each list its slot below the anchor, and whether its row adapts."""
     drafted = np.array(depths, dtype=np.int64)
     ends = drafted.cumsum()
     firsts = ends - drafted
@@ -112,14 +112,14 @@ NOTHING_DRAFTED = StepCandidates(
 )
 
 Select = Callable[[Trees], Array]
-"""Number of nodes to verify of every tree."""
+"""Maps R trees to the number of nodes to verify of each, [R]."""
 
 
 class GrownTrees(NamedTuple):
-    """Nodes that grew for G rows of a step, of which the first sizes[g] are verified, and their trees.
+    """Nodes grown for G rows of a step, of which the first sizes[g] are verified, and the trees of these.
 
-    slots [G]: the rows' slots in the batch. indices [G, 1 + M]: those of the anchor and of every verified node in its
-    tree.
+    slots [G]: the rows' slots in the batch. indices [G, 1 + M]: index of the anchor and of every verified node in the
+    row's tree.
     """
 
     slots: Sequence[int]
@@ -136,10 +136,10 @@ NOTHING_GROWN = GrownTrees((), Nodes._make([*[_NO_NODES] * 8, _NONE[0]]), _NONE[
 def grow_all(
     rows: Sequence[Row], candidates: StepCandidates | None, kinds: Array, select: Select, most: int
 ) -> GrownTrees:
-    """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits rows that adapt."""
+    """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits those that adapt."""
     limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
     index_of = {slot: i for i, slot in enumerate(candidates.slots)} if candidates is not None else {}
-    # 1. Trees grow in C; in Python for rows with an automaton, which may force tokens that are no candidates.
+    # 1. Trees grow in C; in Python for rows with an automaton, which may force tokens that are not candidates.
     in_c, in_python = list[int](), list[int]()
     for slot, row in enumerate(rows):
         if row.automaton is not None or (slot in index_of and not has_functions()):
@@ -171,7 +171,7 @@ def grow_all(
 
 
 def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
-    """Trees of the first sizes[r] nodes of every row, and the indices [R, 1 + M] of anchor and nodes in them."""
+    """Indices [R, 1 + M] of anchor and nodes in their tree, and the trees of every row's first sizes[r] nodes."""
     in_order = (ordered(nodes, sizes) if has_functions() else None) or _ordered(nodes, sizes)
     tokens, parents, sources = (values.tolist() for values in in_order[1:])
     trees = list[Tree]()
@@ -181,7 +181,7 @@ def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
 
 
 def _ordered(nodes: Nodes, sizes: Array) -> OrderedNodes:
-    """As `ordered` of native/growing.py."""
+    """Python version of `ordered` (native/growing.py)."""
     rows, room = nodes.tokens.shape
     in_order = OrderedNodes(np.zeros((rows, 1 + room), dtype=int), *np.zeros((3, rows, room), dtype=int))
     for r, size in enumerate(sizes.tolist()):
@@ -211,7 +211,7 @@ def _grown(
     limits: Sequence[int],
     most: int,
 ) -> Nodes:
-    """Nodes of the rows in `slots`, grown in C: trees of all choices, or chains of the first ones.
+    """Nodes of the rows in `slots`, grown in C: trees of all choices, or chains of the first choices.
 
     index_of: each slot's index in `candidates`.
     """
@@ -254,11 +254,11 @@ def verified(
     looked-up tokens, if there are any.
 
     A node has an outcome if its parent is on the accepted path. It is right if its token was emitted, also if the
-    text ends with it. Rows with looked-up tokens give no outcomes of the draft's choices, whose probabilities were
-    scaled by the path's.
+    text ends with it. Rows with looked-up tokens have no outcomes of the draft's choices, whose probabilities were
+    scaled down to make room for the path's.
     """
     nodes, (num, most) = grown.nodes, grown.nodes.tokens.shape
-    # 1. The accepted path, and the token emitted after each of its nodes; none of rows without outcomes.
+    # 1. The accepted path, and the token emitted after each of its nodes; empty for rows without outcomes.
     tokens_of = {step.request_id: step.tokens for step in steps}
     on_path: Array = np.zeros((num, most + 1), dtype=bool)
     emitted = np.full((num, most + 1), -1)
@@ -266,14 +266,14 @@ def verified(
         if rows[slot].adapts and (tokens := tokens_of.get(rows[slot].request_id)):
             on_path[g, paths[slot]] = True
             emitted[g, : len(tokens)] = tokens
-    # 2. Nodes whose parent is on it.
+    # 2. Nodes whose parent is on the accepted path, by source.
     row, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
     seen = on_path[row, grown.indices[row, nodes.parents]] & taken
     right = np.equal(nodes.tokens, emitted[row, nodes.depths - 1])
     is_looked_up = taken & (nodes.path_index >= 0)
     has_path = np.logical_or.reduce(is_looked_up, axis=1, keepdims=True)
     looked_up, drafted = seen & is_looked_up, seen & (nodes.choice_index >= 0) & ~has_path
-    # 3. Inputs of the regression of paths.
+    # 3. Inputs of the path regression.
     path_index = nodes.path_index[looked_up]
     path_inputs: tuple[Array, Array] = np.zeros((0, len(OF_PATH))), np.zeros(0, dtype=int)
     if candidates is not None and candidates.lists.inputs is not None and candidates.drawn is not None:

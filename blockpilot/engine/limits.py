@@ -7,7 +7,7 @@ from blockpilot.types import LAYOUTS, Request
 
 class EngineLimits(NamedTuple):
     """Maximum tokens of prompt and answer together, in the engine (max_length) and in the target (model_length);
-    maximum tokens of a block; vocabulary; and whether there is a draft.
+    maximum tokens of a block; vocabulary size; and whether there is a draft.
     """
 
     max_length: int
@@ -47,7 +47,7 @@ class EngineLimits(NamedTuple):
             raise ValueError(f"lookup {request.lookup!r}: must be True, False or None")
 
     def check_block_size(self, block_size: int, name: str = "block_size", *, lookup: bool | None = None) -> None:
-        """Raise ValueError for a size out of range, and for more than 1 without both a draft and `lookup`."""
+        """Raise ValueError for a size out of range, or above 1 if there is neither a draft nor `lookup`."""
         if not 1 <= block_size <= self.max_block_size:
             raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
         if block_size > 1 and not (self.has_draft or lookup):
@@ -57,7 +57,7 @@ class EngineLimits(NamedTuple):
 
 
 def at_least_one(**values: int) -> None:
-    """Raise ValueError, naming the first that is below 1."""
+    """Raise ValueError, naming the first value below 1."""
     for name, value in values.items():
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")

@@ -1,6 +1,6 @@
-"""Prompt lookup: paths of tokens that followed earlier occurrences of a text's end in the same text.
+"""Prompt lookup (n-gram): paths of tokens that followed earlier occurrences of a text's end in the same text.
 
-A text is a request's prompt and its answer so far, final tokens only; other requests' texts are never searched.
+A text is a request's prompt and its accepted tokens so far; other requests' texts are never searched.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from blockpilot.native.matching import Matches, TextIndex
 
 
 class Lookup:
-    """Index of the texts of `num_slots` rows, of at most `length` tokens each. Without C there are no paths."""
+    """Index of the texts of `num_slots` rows, of at most `length` tokens each. Without C, `paths` returns None."""
 
     def __init__(self, num_slots: int, length: int) -> None:
         self._index = TextIndex(num_slots, length) if has_functions() else None
@@ -30,7 +30,7 @@ class Lookup:
     def paths(self, rows: Sequence[Row], drawn: Array, most: int, cut: Callable[[Paths], Paths]) -> Paths | None:
         """Paths of rows [R], at most `most` tokens each, cut by `cut`; None if there are none.
 
-        drawn [R]: 1 for rows whose tokens are drawn, 0 for greedy ones.
+        drawn [R]: 1 for rows with a temperature above 0, 0 for greedy ones.
         """
         indices = [r for r, row in enumerate(rows) if row.looks_up]
         if not indices or self._index is None:
@@ -38,7 +38,7 @@ class Lookup:
         matches = self._matches([rows[r] for r in indices], min(most, MAX_DEPTH), self._index)
         if matches is None:
             return None
-        # Cut at each row's limit, and by the controller where the rest is too improbable.
+        # Cut at each row's limit here, and by the controller (`cut`) where the rest is too improbable.
         sizes = [min(size, max(0, rows[r].deepest)) for r, size in zip(indices, matches.sizes.tolist(), strict=True)]
         if not any(sizes):
             return None
@@ -46,7 +46,7 @@ class Lookup:
         return cut(Paths(tokens, cut_sizes, inputs, drawn, np.zeros(len(rows))))
 
     def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches | None:
-        """Matches of the rows' texts, whose new tokens are added to the index; None if there are none."""
+        """Matches of the rows' texts, after their new tokens are added to the index; None if there are none."""
         texts, added = [self._text_of(row, index) for row in rows], list[list[int]]()
         for row, text in zip(rows, texts, strict=True):
             added.append(row.tokens[self._lengths[text] :])
@@ -54,7 +54,7 @@ class Lookup:
         return index.match(texts, added, most)
 
     def end(self, row: Row) -> None:
-        """Forget a row."""
+        """Free the text of a row, if it has one."""
         if row in self._texts:
             self._free.append(self._texts.pop(row))
 
@@ -67,7 +67,7 @@ class Lookup:
 
 
 def _spread(arrays: Sequence[Array], indices: Sequence[int], num: int) -> list[Array]:
-    """Arrays [num, ...] with the given ones [N, ...] at N indices, and zeros elsewhere."""
+    """Scatter arrays [N, ...] to the N indices of arrays [num, ...] of zeros."""
     if len(indices) == num:
         return list(arrays)
     spread = [np.zeros((num, *array.shape[1:]), dtype=array.dtype) for array in arrays]

@@ -1,7 +1,7 @@
-"""Memory of a pair on one device: its caches by slots and tokens, and how many of them fit.
+"""Memory of a pair's KV caches: bytes per slot and token, and how many slots and tokens fit.
 
 A pair runs on one device, whose memory holds the weights of target and draft, the caches, which an engine allocates
-at its start, and what passes need (WORKING_SHARE).
+at its start, and the working memory of passes (WORKING_SHARE).
 """
 
 from typing import NamedTuple, Self
@@ -14,14 +14,14 @@ from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
 
-WORKING_SHARE = 0.05  # of a GPU's memory: activations and logits of the widest pass, CUDA graphs, CUDA's own
+WORKING_SHARE = 0.05  # of a GPU's memory: activations and logits of the widest pass, CUDA graphs, CUDA itself
 
 
 class CacheSize(NamedTuple):
     """Bytes of a pair's caches, of target and draft together."""
 
     slot: int
-    """Bytes of a slot beside its tokens: recurrent states, columns for drafted tokens."""
+    """Bytes of a slot in addition to its tokens: recurrent states, columns for drafted tokens."""
     token: int
     """Bytes of each token that a slot has room for."""
     kept_token: int
@@ -44,11 +44,11 @@ class CacheSize(NamedTuple):
         return num_slots * (self.slot + max_length * self.token) + prefix_tokens // PAGE * PAGE * self.kept_token
 
     def most_slots(self, num_bytes: int, max_length: int) -> int:
-        """Slots of this length that fit, with a prefix cache of as many tokens."""
+        """Maximum number of slots of this length, with a prefix cache of as many tokens as all slots together."""
         return max(0, num_bytes // (self.slot + max_length * (self.token + self.kept_token)))
 
     def longest(self, num_bytes: int, num_slots: int) -> int:
-        """The length that fits with this number of slots, and a prefix cache of as many tokens."""
+        """Maximum length of this number of slots, with a prefix cache of as many tokens as all slots together."""
         return max(0, (num_bytes // num_slots - self.slot) // (self.token + self.kept_token))
 
 

@@ -1,8 +1,8 @@
 """Logits processors in vLLM's order: bias, minimum length (no stop tokens before it), then penalties.
 
-A penalty depends on the tokens before a position. For a node of a draft tree these are the row's text and the node's
-ancestors, so the text equals one-token-at-a-time decoding. The slots of a block draft do not depend on their
-ancestors: its logits are penalised by the row's text alone. In repetitive texts this lowers acceptance; it never
+A penalty depends on the tokens before a position. For the choice after a node of a draft tree these are the row's
+text and the node's path, so the text equals one-token-at-a-time decoding. The slots of a block draft do not depend on
+the path: its logits are penalised by the row's text alone. In repetitive texts this lowers acceptance; it never
 changes the text.
 
 Processed logits are float32: a bias of 0.1 would be lost in bfloat16.
@@ -52,7 +52,7 @@ class LogitsProcessor:
         positions: Sequence[int],
         paths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Processed copy, float32, of logits [n, V] for tokens to be drawn at `positions` [n].
+        """Processed copy, float32, of logits [n, V] for tokens to be sampled at `positions` [n].
 
         tokens: the row's text. paths [n]: tokens between the text and each position; by default none.
         """

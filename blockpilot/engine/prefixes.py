@@ -1,10 +1,10 @@
 """Prefix cache: keys and values of earlier texts, of target and draft, for requests that share a prefix.
 
-The final tokens of a row's slot are copied to pages after its prefill and when it ends, and from pages to the slot of
-a new request with the same tokens, which takes far less time than to compute them. Pages of PAGE tokens form a tree
-whose branches share their prefix, as in RadixAttention (arXiv 2312.07104). A draft's entry may depend on the token
-after its own (EAGLE-3), so the key of a page includes the next token. The last token of a prompt is always computed:
-its logits and context vector are inputs of a policy.
+The entries of a row's accepted tokens are copied from its slot to pages after its prefill and when it ends, and from
+pages to the slot of a new request with the same tokens, which takes far less time than computing them. Pages of PAGE
+tokens form a tree whose branches share their prefix, as in RadixAttention (arXiv 2312.07104). A draft's entry may
+depend on the next token (EAGLE-3), so the key of a page includes the token after the page. The last token of a prompt
+is always computed: its logits and context vector are inputs of a policy.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from blockpilot.models.cache import Pages, SlotCache
 from blockpilot.types import Step
 
 PAGE = 16
-MIN_WAIT_TOKENS = 64  # tokens: a request waits for another one's prefill if it can reuse at least so many more
+MIN_WAIT_TOKENS = 64  # a request waits for another one's prefill if it can then reuse at least this many more tokens
 
 
 class Page(NamedTuple):
@@ -44,7 +44,7 @@ class Prefixes:
         self._target, self._draft = (Pages(cache, self._num_pages, PAGE) for cache in (target, draft))
         self._free = list(range(self._num_pages))
         self._pages: OrderedDict[Key, Page] = OrderedDict()
-        """By last use. A page is touched after the pages that follow it: the least recently used one is a leaf."""
+        """Least recently used first. A page is touched after the pages that follow it, so the first one is a leaf."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Prefixes:
                 self._keep(row, slot)
 
     def worth_waiting(self, row: Row, in_prefill: Sequence[Row]) -> bool:
-        """True if a row in prefill now will cache many more tokens of this row's prompt."""
+        """True if a row in prefill now will cache at least MIN_WAIT_TOKENS more tokens of this row's prompt."""
         if not self._num_pages or not in_prefill or row.request.num_prompt_logprobs is not None:
             return False
         num = len(self._cached_prefix(row)) * PAGE + MIN_WAIT_TOKENS
@@ -84,7 +84,7 @@ class Prefixes:
         return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in in_prefill)
 
     def _keep(self, row: Row, slot: int) -> None:
-        """Cache all pages of a row's text but the anchor, whose keys and values are not computed yet."""
+        """Cache the full pages of a row's text before the anchor, whose keys and values are not computed yet."""
         keys = self._cached_prefix(row)
         self._touch(keys)
         previous: int | str = self._pages[keys[-1]].number if keys else row.request.cache_salt
@@ -92,7 +92,7 @@ class Prefixes:
         for i in range(len(keys), len(texts)):
             # The key of a page includes the previous page: branches share their prefix.
             key = previous, texts[i]
-            page = self._pages.pop(key, None)  # without the draft's context
+            page = self._pages.pop(key, None)  # cached without the draft's context
             previous = number = self._free_page() if page is None else page.number
             self._pages[key] = Page(number, row.can_draft)
             self._target.store(number, slot, i * PAGE)

@@ -1,4 +1,4 @@
-"""State of a request in the engine: its tokens, its end conditions, and its results of steps."""
+"""State of a request in the engine: its tokens, its end conditions, and the results of its steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ HEAD_ROWS = 256  # prompt tokens in one call of the LM head, for their log proba
 
 @dataclass(eq=False)
 class Row:
-    """One sequence. `tokens` are final; all but the last one, the anchor, are in the target's cache."""
+    """One sequence: prompt and accepted `tokens`; all but the last one, the anchor, are in the target's KV cache."""
 
     request_id: int
     request: Request
@@ -30,7 +30,7 @@ class Row:
     num_reused: int = 0
     """Prompt tokens that came from the prefix cache."""
     block_size: int = 0
-    """0 until it is fixed, and if it adapts."""
+    """Fixed block size; 0 until it is fixed, and for rows that adapt."""
     adapts: bool = False
     """The controller chooses at every step what is drafted and verified."""
     automaton: Automaton | None = None
@@ -38,20 +38,20 @@ class Row:
     processor: LogitsProcessor | None = None
     """Penalties, bias and minimum length of the request; None if it changes no logits."""
     error: Exception | None = None
-    """Error that kept its tokens from being drawn."""
+    """Error of the automaton; `commit` raises it if there is no token to choose."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Log probabilities of the prompt's tokens so far, if requested."""
     can_draft: bool = True
-    """There is a draft, whose cache has the row's context up to the pending tokens below."""
+    """True if the draft may run for this row; its cache then holds the tokens before the pending ones below."""
     num_drafted_from: int = 0
-    """Final tokens in the draft's cache."""
+    """Tokens in the draft's cache."""
     features: list[Tensor] = field(default_factory=list)
-    """Features of the target [n, F] for the pending tokens: final ones that are not in the draft's cache."""
+    """Target features [n, F] of the pending tokens: accepted ones that are not in the draft's cache yet."""
     following: list[int] = field(default_factory=list)
     """The token after each pending token."""
     finished: bool = False
     failed: bool = False
-    """It ended with an error: its slot may have values that are not finite."""
+    """The row ended with an error: its slot may hold values that are not finite."""
 
     @property
     def anchor_position(self) -> int:
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def next_block_size(self) -> int:
-        """Maximum tokens that the next step verifies, by a fixed block size and the limit."""
+        """Maximum tokens that the next step verifies, given a fixed block size and the limit."""
         left = self.limit - len(self.tokens)
         return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
 
@@ -103,19 +103,18 @@ class Row:
     def verify(self, tree: Tree, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
         """The accepted path of `tree`, and the step that emits it and the bonus token.
 
-        chosen [1 + nodes] are the target's choices after the anchor and every node, drawn from logits
-        [1 + nodes, vocab].
+        chosen [1 + nodes] are the target's choices after the anchor and every node, from logits [1 + nodes, vocab].
         """
         path = walk(tree, chosen)  # the last node's choice is the bonus token
         if chosen[path[-1]] == NO_TOKEN and len(path) > 1:
-            path.pop()  # no token can be drawn there: the next step fails, unless the text ends before
+            path.pop()  # no token can be chosen there: the next step fails, unless the text ends before
         step = self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
         return path[: len(step.tokens)], step
 
     def commit(
         self, tokens: list[int], logits: Tensor, path: Sequence[int], block_size: int = 0, tree: Tree = NO_TREE
     ) -> Step:
-        """Append tokens [n] up to the first that ends the request; they were drawn from logits[path].
+        """Append tokens [n], chosen from logits[path], up to the first that ends the request.
 
         Raises FloatingPointError if the target's scores are not finite, or the row's error if it has one.
         """
@@ -131,7 +130,7 @@ class Row:
             self.tokens.append(emitted[-1])
             try:
                 reason = self._end(emitted[-1], texts)
-            except ValueError as error:  # of the automaton: the tokens before are final, as in plain decoding
+            except ValueError as error:  # of the automaton: the tokens before stay accepted, as in plain decoding
                 if len(emitted) == 1:
                     raise
                 self.error = error
@@ -151,7 +150,7 @@ class Row:
         )
 
     def _end(self, token: int, texts: list[str]) -> FinishReason | None:
-        """Reason if the request ends with the token just appended; adds the token's text to `texts`."""
+        """Finish reason if the token just appended ends the request; adds the token's text to `texts`."""
         reason: FinishReason | None = "length" if len(self.tokens) >= self.limit else None
         if self.automaton is not None:
             self.automaton.take(token)
@@ -168,14 +167,14 @@ class Row:
         return "stop" if is_stop_token else reason
 
     def _logprobs(self, tokens: list[int], logits: Tensor, path: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of tokens [n], if requested: tokens[i] was drawn from logits[path[i]]."""
+        """Log probabilities of tokens [n], if requested: tokens[i] was chosen from logits[path[i]]."""
         num = self.request.num_logprobs
         return () if num is None else logprobs_of(tokens, logits[list(path[: len(tokens)])], num)
 
     def note_prompt(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Store the log probabilities of prompt tokens, if requested.
 
-        hidden [n, hidden] are the target's states, before its LM head, of the n prompt tokens of this step.
+        hidden [n, hidden]: the target's states, before its LM head, of the n prompt tokens of this step.
         """
         num, first = self.request.num_prompt_logprobs, self.num_cached + 1
         if num is None:

@@ -2,18 +2,18 @@
 
 A sampled token is a pure function of the target's logits at its position, the sampling parameters, the seed and the
 absolute position. There is no generator state, so the text of a request does not depend on its block size, on the
-batch it ran in, or on speculation, at any temperature: exactness is an equality.
+batch it ran in, or on speculation, at any temperature: texts are equal, not only their distributions.
 
-Sampling is the exponential race (equivalently Gumbel-max): token v wins with probability softmax(logits / T)[v] when
-it has the smallest E_v / p_v, E_v ~ Exp(1). The noise E is a hash of (seed, position), computed with wrapping int64
-arithmetic and float64, hence the same on every device. Only noise that can decide the race is computed: tokens arrive
-at random, the first NUM_ARRIVALS are drawn one by one, and of all later ones only the most probable are computed.
+Sampling is an exponential race, equivalent to Gumbel-max: the token v with the smallest E_v / p_v wins, where
+p = softmax(logits / T) and E_v ~ Exp(1), so v wins with probability p_v. The noise E is a hash of (seed, position),
+computed with wrapping int64 arithmetic and float64, hence the same on every device. Only noise that can decide the
+race is computed: the first NUM_ARRIVALS arrivals of any tokens, then only those of the most probable ones (`race`).
 
-Nothing here raises, whatever the logits are: if one is NaN, or the largest is not finite, the choice is NO_TOKEN, and
-there are no candidates.
+Invalid logits raise no error: if one is NaN, or the largest is not finite, the choice is NO_TOKEN, and there are no
+candidates.
 
-A draft's tokens are drawn with the target's noise: where the distributions agree, so do the tokens (coupling by
-shared randomness, arXiv 2408.07978). The next tokens of the race are the other candidates.
+A draft's tokens are sampled with the target's noise: where the distributions are equal, so are the tokens (coupling
+by shared randomness, arXiv 2408.07978). The runners-up of the race are the other candidates.
 """
 
 import math
@@ -31,10 +31,10 @@ from blockpilot.models.graphs import Graphs
 from blockpilot.native.ranking import LARGEST, Ranked, Subset, in_c, log_min_p, rank
 from blockpilot.types import Candidates, Sampling
 
-NUM_ARRIVALS = 256  # drawn one by one: with more of them fewer other tokens can win
-FEW = (256, 1024, 4096)  # numbers of most probable tokens to try before all; several choices skip the first
-MOST_SCORES = 2**24  # in a CUDA graph, whose memory is a few numbers for each score
-ROUNDING = 1e-3  # bound, with a wide margin, of the rounding error of float32 scores
+NUM_ARRIVALS = 256  # arrivals sampled one by one: with more of them fewer other tokens can win
+FEW = (256, 1024, 4096)  # numbers of most probable tokens to try before all tokens; if num > 1, without the first
+MOST_SCORES = 2**24  # maximum scores in a CUDA graph, whose memory is a few numbers per score
+ROUNDING = 1e-3  # bound on the rounding error of float32 scores, with a wide margin
 TINY = torch.finfo(torch.float32).tiny
 GREEDY = Sampling()
 NO_TOKEN = -1
@@ -52,8 +52,8 @@ def keyed_sample(
 ) -> Tensor:
     """The target's token at each of N positions: logits [N, V] -> tokens [N] (int64).
 
-    positions [N]: absolute position of the drawn token, one past the token that was scored. sampling [N]: parameters
-    of its request. The token is NO_TOKEN where logits are not finite.
+    positions [N]: absolute position of the sampled token, one past the token that was scored. sampling [N]:
+    parameters of its request. The token is NO_TOKEN where a logit is NaN or the largest is not finite.
     """
     rank_rows = rank if in_c(logits) else partial(ranked_by_torch, graphs=graphs)
     ranked = rank_rows(logits, positions, sampling, 1, with_log_probs=False)
@@ -68,9 +68,9 @@ def best_choices(
     of: Subset | None = None,
     graphs: Graphs | None = None,
 ) -> Candidates:
-    """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them.
+    """The `num` best tokens at each of N positions, in the order in which `keyed_sample` would choose them.
 
-    logits [N, V]; with `of` [N, K], of its tokens only: others have probability 0.
+    logits [N, V], or [N, K] for the tokens of the subset `of`: others have probability 0.
     """
     num = min(num, logits.shape[-1])
     if in_c(logits):
@@ -95,9 +95,9 @@ def cuts(sampling: Sampling, vocab_size: int) -> bool:
 
 
 class _Draws(NamedTuple):
-    """Keys and parameters of the draws at N positions; temperature 0 is greedy, top_p infinite no limit.
+    """Sampling keys and parameters [N] of N positions; temperature 0 is greedy, an infinite top_p is off.
 
-    log_min_p: least score, relative to the best; -inf is no limit.
+    log_min_p: least included score, relative to the best; -inf is off.
     """
 
     keys: Tensor
@@ -121,7 +121,7 @@ def _numbers(positions: Sequence[int], sampling: Sequence[Sampling], vocab_size:
     numbers[:, 0], numbers[:, 1] = [row.seed for row in rows], positions
     floats[:, 2] = [min(row.temperature, LARGEST) for row in rows]
     numbers[:, 3] = [min(row.top_k or vocab_size, vocab_size) for row in rows]
-    # Above 0 in float32, so that the most probable token is included. No limit for 1: rounded sums reach it early.
+    # top_p is above 0 in float32, so that the most probable token is included. 1 is off: rounded sums reach it early.
     floats[:, 4] = [max(row.top_p, TINY) if row.top_p < 1 else math.inf for row in rows]
     floats[:, 5] = [log_min_p(row) for row in rows]
     return torch.from_numpy(numbers)
@@ -136,11 +136,11 @@ def ranked_by_torch(
     with_log_probs: bool,
     graphs: Graphs | None = None,
 ) -> Ranked:
-    """The `num` best, at most V, of logits [N, V].
+    """The `num` <= V best tokens of logits [N, V].
 
-    Nearly always the tokens that can win, and the nucleus of top_p, are among the few most probable ones. Each row
-    decides for itself how many are needed, so its result does not depend on its neighbours. All shapes are fixed: one
-    CUDA graph runs them.
+    Nearly always the tokens that can win, and the nucleus of top_p, are among the few most probable ones. The number
+    that a row needs depends on this row only, so its result does not depend on the batch. All shapes are fixed, so
+    that one CUDA graph runs everything.
     """
     vocab_size, drawn = logits.shape[1], [request for request in sampling if not request.is_greedy]
     is_cut, (first, *more) = any(cuts(request, vocab_size) for request in drawn), FEW if num == 1 else FEW[1:]
@@ -153,7 +153,7 @@ def ranked_by_torch(
     for few in (*more, vocab_size):
         if numbers is None or final.all():
             break
-        left = (~final).nonzero()[:, 0]  # rows whose result is not final rank more tokens
+        left = (~final).nonzero()[:, 0]  # rows without a final result rank more tokens
         final[left], *results_left = ranked(logits[left], numbers[left], few=few)
         for values, values_left in zip(results, results_left, strict=True):
             values[left] = values_left
@@ -164,14 +164,14 @@ def ranked_by_torch(
 def _ranked(
     logits: Tensor, numbers: Tensor | None, *, few: int, num: int, is_cut: bool, with_log_probs: bool
 ) -> tuple[Tensor, ...]:
-    """Mask [N] of rows whose result is final after the top `few`, then a `Ranked`; greedy without numbers."""
+    """Mask [N] of rows whose result is final after the top `few`, then a `Ranked`; greedy if numbers is None."""
     # 1. Greedy: the most probable tokens.
     scores = logits.float()  # bfloat16 is several times slower on a CPU
     values, tokens = _largest(scores, num if numbers is None else min(max(num, few), scores.shape[1]))
-    broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
+    broken = ~(values[:, 0].abs() < LARGEST)  # also True for NaN
     final = torch.ones_like(broken)
     if numbers is not None:
-        # 2. Drawn: divide scores by the temperature, apply min_p, top_k and top_p, and race.
+        # 2. Temperature above 0: divide scores by it, apply min_p, top_k and top_p, and run the race.
         draws = _Draws.of(numbers)
         drawn = draws.temperatures > 0
         temperatures = torch.where(drawn, draws.temperatures, 1.0)[:, None]
@@ -185,7 +185,7 @@ def _ranked(
         final = (final & ended) | ~drawn | broken
     if not with_log_probs:
         return final, tokens, values, broken
-    # 3. Normalise: values as in a race of probabilities, not of scores.
+    # 3. Normalise: values as in a race with probabilities p_v, not with unnormalised exp(scores).
     log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp takes 8 times as long if many are -inf
     total = scores.gather(1, tokens[:, :1]) - log_probs[:, :1]
     return final, tokens, values - total, broken, log_probs.where(values > -math.inf, -math.inf)
@@ -194,13 +194,13 @@ def _ranked(
 def _least_included(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> tuple[Tensor, Tensor]:
     """The least score [N, 1] that min_p, top_k and then top_p include in each row [N, V]; ties are included.
 
-    tokens [N, few] are the most probable, `best` their scores. Also returns a mask [N]: where they suffice.
+    tokens [N, few] are the most probable, `best` their scores. Also returns the mask [N] of rows where they suffice.
     """
     few, vocab_size = best.shape[1], scores.shape[1]
     most, floor = draws.top_k[:, None], best[:, :1] + draws.log_min_p[:, None]
     is_free = (most == vocab_size) & floor.isneginf()
     ranked = best.masked_fill((torch.arange(few, device=best.device) >= most) | (best < floor), -math.inf)
-    # Not logsumexp: it takes 8 times as long if many are -inf, and sums one row in another order than many.
+    # Not logsumexp: it takes 8 times as long if many are -inf, and sums a single row in another order than several.
     top_of_all, top_of_few = scores.log_softmax(dim=-1).gather(1, tokens[:, :1]), ranked.log_softmax(dim=-1)[:, :1]
     probs = (ranked - best[:, :1] + torch.where(is_free, top_of_all, top_of_few)).exp()
     included = (probs.cumsum(dim=-1) - probs < draws.top_p[:, None]) & (ranked > -math.inf)
@@ -218,8 +218,8 @@ def race(scores: Tensor, likeliest: Tensor, best: Tensor, keys: Tensor, num: int
     Also returns the mask [N] of rows in which no other token can be among the first.
 
     The noise is a Poisson process in which every token arrives at rate 1: E_v is the time of v's first arrival. The
-    first arrivals are drawn. The process has no memory: after them (`horizon`), the time until any other token
-    arrives is again Exp(1).
+    first NUM_ARRIVALS arrivals are sampled. The process is memoryless: after the last of them (`horizon`), the time
+    until any other token arrives is again Exp(1).
     """
     # 1. Tokens that arrived, with their times; a token that arrived twice counts with its first time.
     arrived, times = arrivals(keys, scores.shape[-1])
@@ -229,14 +229,14 @@ def race(scores: Tensor, likeliest: Tensor, best: Tensor, keys: Tensor, num: int
     likeliest_values = best - (horizon + own_times(keys[:, None], likeliest)).log()
     both = torch.cat([arrived, likeliest], dim=1), torch.cat([arrived_values, likeliest_values], dim=1)
     tokens, values = first_of_each(*both, num)
-    # 3. Any other token arrives after the horizon: its score would have to reach the bound.
+    # 3. Any other token arrives after the horizon: to be among the best, its score would have to reach the bound.
     bound = values[:, -1] + horizon[:, 0].log()
     ended = (best[:, -1] < bound - ROUNDING) | (best[:, -1] == -math.inf)
     return tokens, values, ended | (best.shape[1] == scores.shape[1])
 
 
 def first_of_each(tokens: Tensor, values: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` different tokens with the largest values [N, M], and these, [N, num]; -inf if there are fewer."""
+    """The `num` distinct tokens [N, num] with the largest values [N, M], and the values; -inf if there are fewer."""
     if num == 1:
         best, index = _largest(values, num)
         return tokens.gather(1, index), best
@@ -254,7 +254,7 @@ def _largest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def arrivals(keys: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Tokens (int64) and times (float64) of the first arrivals in the processes of keys [N], [N, NUM_ARRIVALS]."""
+    """Tokens (int64) and times (float64) [N, NUM_ARRIVALS] of the first arrivals, for keys [N]."""
     numbers = torch.arange(NUM_ARRIVALS, device=keys.device)
     gaps = -torch.log1p(-_uniform(keys[:, None], numbers)) / vocab_size
     tokens = (_uniform(keys[:, None], numbers + NUM_ARRIVALS) * vocab_size).long().clamp_max(vocab_size - 1)
@@ -262,7 +262,7 @@ def arrivals(keys: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def own_times(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Exp(1) times after the horizon at which tokens arrive; keys and tokens have the same shape."""
+    """Exp(1) times from the horizon to the first later arrival of each token; keys and tokens are broadcast."""
     return -torch.log1p(-_uniform(keys, tokens + 2 * NUM_ARRIVALS))
 
 
@@ -272,7 +272,7 @@ def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """64 bits from (seed, position): two steps of splitmix64. All three are int64 [N]."""
+    """64-bit keys from (seed, position) by two steps of splitmix64. All are int64 [N]."""
     return _mixed((_mixed(seeds + _GAMMA) ^ positions) + _GAMMA)
 
 

@@ -1,7 +1,7 @@
 """Incremental search for stop strings (Knuth, Morris and Pratt).
 
-Every character of the text takes a bounded number of steps, however long the strings and partial matches
-are; tables grow with the longest match, not with the strings.
+Every character of the text takes a bounded number of steps, regardless of the length of strings and partial matches;
+tables grow with the longest match, not with the strings.
 """
 
 from collections.abc import Sequence

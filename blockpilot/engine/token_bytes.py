@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_MAX_WAITING = 16  # tokens shown as U+FFFD by `decode`, until they count as invalid
+_MAX_WAITING = 16  # tokens that `decode` shows as U+FFFD before they count as invalid
 _MAX_BYTES = 4  # of a character in UTF-8
 _UNDECODED = "\ufffd"
 _UNDECODED_BYTES = _UNDECODED.encode()
@@ -29,21 +29,21 @@ class Speller:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokens = _token_bytes(tokenizer)
-        # Tokens that the next token's bytes may depend on: num_shown that form complete characters, then waiting
-        # ones.
+        # Tokens that the next token's bytes may depend on: num_shown of complete characters, then waiting tokens of
+        # an incomplete character.
         self._before: tuple[int, ...] = ()
         self._num_shown = 0
         self._num_early = 0  # bytes of U+FFFD of the waiting tokens that were shown early
 
     def push(self, token: int) -> bytes:
-        """Bytes that the next token adds; empty for a special token, and for an id that is no token."""
+        """Bytes that the next token adds; empty for a special token and for an unknown id."""
         added = self._tokens.added(token, self._before)
         if added is None:
             return b""
         before = (*self._before, token)
         waiting = self._tokens.unfinished(before)
         num_early, self._before = self._num_early, before
-        if added:  # what was shown early is at its start
+        if added:  # begins with the bytes that were shown early
             self._num_early = 0
         if added and not waiting:
             self._before, self._num_shown = before[self._num_shown :], len(before) - self._num_shown
@@ -66,7 +66,7 @@ class Speller:
 
 @lru_cache(maxsize=8)
 def _token_bytes(tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
-    """Shared by all texts of a tokenizer; special tokens that are added to it later are not recognised."""
+    """Cache shared by all texts of a tokenizer; special tokens added to the tokenizer later are not recognised."""
     return _TokenBytes(tokenizer)
 
 

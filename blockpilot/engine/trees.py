@@ -1,13 +1,13 @@
 """Draft trees: best-first growth from a draft's choices, and verification by the target's choices.
 
-One pass of a block draft gives every slot a distribution, which a Markov head adjusts by the choice right above it;
-an autoregressive draft gives one after each of the prefixes that it expands. A node of a tree is one choice of the
-slot at its depth, given the choices above it; its chance is the product of their acceptance probabilities. Best-first
-growth takes nodes in descending order of chance, so the tree of n nodes is a subtree of that of n + 1 (arXiv
-2604.12989, there for entire trees at temperature 0). A chain is a tree of first choices.
+One pass of a block draft gives a distribution for every slot, which a Markov head conditions on the choice directly
+above; an autoregressive draft gives one after each prefix that it expands. A node of a tree is one choice for the
+slot at its depth, given the choices above; its `chance` is the product of the acceptance probabilities on its path.
+Best-first growth takes nodes in descending order of chance, so the tree of n nodes is a subtree of the tree of n + 1
+(arXiv 2604.12989, there for entire trees at temperature 0). A chain is a tree of first choices.
 
 The text is a pure function of the target's logits, the seed and the position, so verification is a walk: from the
-anchor to the child that equals the target's choice, until there is none. There is no random rejection.
+anchor to the child that equals the target's choice, until there is none. There is no rejection sampling.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,22 +16,22 @@ from typing import NamedTuple
 
 from blockpilot.types import DRAFTED, Tree
 
-MAX_DEPTH = 31  # of a path: in deeper ones layers.c would sum columns in another order
+MAX_DEPTH = 31  # maximum depth of a path: beyond it layers.c would sum columns in another order
 
 
 class Slots(NamedTuple):
-    """Choices in the D slots of one draft pass after each of P choices of the slot before, best first.
+    """Choices for the D slots of a draft: per slot P lists of K choices, best first, each list after a choice above.
 
-    P is 1 if slots are independent. tokens [D][P][K]; chances [A][D][P][K] are acceptance probabilities given that
-    the choices above were accepted, by the number of later (not first) choices above, at most A - 1; they fall along
-    K. next_lists [D][P][K]: the list (0 to P - 1) of the slot below that follows a choice; -1: nothing follows it.
+    P is 1 if slots are independent. tokens [D][P][K]. chances [A][D][P][K]: acceptance probabilities given that the
+    choices above were accepted, by the number of later (not first) choices above, at most A - 1; descending along K.
+    next_lists [D][P][K]: index (0 to P - 1) of the list of the slot below that follows a choice; -1: none.
     """
 
     tokens: Sequence[Sequence[Sequence[int]]]
     chances: Sequence[Sequence[Sequence[Sequence[float]]]]
     next_lists: Sequence[Sequence[Sequence[int]]]
     unknown: int = 0
-    """List of the slot below that follows a token that is none of the choices; -1: none."""
+    """Index of the list that follows a token that is not one of the choices; -1: none."""
     sources: Sequence[Sequence[Sequence[int]]] | None = None
     """Sources of the choices [D][P][K], as in `Tree`; None: all are the draft's."""
 
@@ -50,11 +50,11 @@ class Node(NamedTuple):
     chance: float
     depth: int
     choice_index: int = -1
-    """Flat index among the choices [D][P][K] of a draft; -1 if it is none of them."""
+    """Flat index among the choices [D][P][K] of a draft; -1 if it is not one of them."""
     num_later: int = 0
     """Number of choices above it that are not first choices."""
     path_index: int = -1
-    """Flat index among the tokens [R][M] of paths; -1 if it is none of them."""
+    """Flat index among the tokens [R][M] of paths; -1 if it is not one of them."""
     source: int = 0
     """Source, as in `Tree`."""
 
@@ -65,17 +65,17 @@ class Choice(NamedTuple):
     token: int
     chance: float
     after: int
-    """List of the slot below that follows it, as in `Slots.next_lists`."""
+    """Index of the list of the slot below that follows it, as in `Slots.next_lists`."""
     num_later: int
     """Number of choices down to this one that are not first choices."""
     flat_index: int = -1
-    """Among the choices [D][P][K] of a draft; -1 if the acceptance model should not learn from it."""
+    """Flat index among the choices [D][P][K] of a draft; -1 if the acceptance model should not learn from it."""
     source: int = DRAFTED
     """Source, as in `Tree`."""
 
 
 Follow = Callable[[tuple[int, ...], int, int], Iterable[Choice]]
-"""Choices after the tokens of a path, given the `after` and `num_later` of its last one, most probable first."""
+"""Choices after the tokens of a path, most probable first, given `after` and `num_later` of its last choice."""
 
 
 def choices_of(slots: Slots) -> Follow:
@@ -94,7 +94,7 @@ def choices_of(slots: Slots) -> Follow:
 
 
 def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = False) -> Iterator[Node]:
-    """Nodes in descending order of chance, down to depth `deepest`; the first is number 1. A chain has no siblings.
+    """Nodes in descending order of path probability, to depth `deepest`, numbered from 1. A chain has no siblings.
 
     Ends when no choice with a positive probability is left.
     """
@@ -128,7 +128,7 @@ def tree_order(parents: Sequence[int]) -> list[int]:
     """Index of the anchor and of every node in their `Tree` [1 + nodes], given the nodes' parents as in `Node`.
 
     The chain of first children comes first, then the others in the order of growth. If the chain is accepted, its
-    keys and values are in their final columns.
+    keys and values are already in their final columns of the cache.
     """
     chain = [0]  # numbers of the anchor, its first child, that one's first child ...
     for number, parent in enumerate(parents, 1):

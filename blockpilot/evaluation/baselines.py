@@ -29,24 +29,24 @@ class WholeDraft(Controller):
     spent on the most probable tokens.
     """
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        super().plan(rows, beside)  # sets the rate that nodes are selected by
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        super().plan(rows, other_load)  # sets the rate that nodes are selected by
         return rows.deepest
 
 
 class LookupAlone(Controller):
     """Prompt lookup without a draft: vLLM's ngram, but only nodes with an expected gain are verified."""
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        super().plan(rows, beside)
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        super().plan(rows, other_load)
         return np.zeros_like(rows.deepest)
 
 
 class LookupOrDraft(Controller):
     """Prompt lookup for rows whose text has a match, the draft for the others: the priorities of llama.cpp."""
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        depths = super().plan(rows, beside)
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        depths = super().plan(rows, other_load)
         return np.where(rows.kinds > 1, 0, depths)
 
 

@@ -81,8 +81,8 @@ class _FixedMixture(Controller):
         super().__init__(AcceptanceModel(deepest), follows=False)
         self._has_draft = deepest > 0
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        super().plan(rows, beside)  # its time is part of the step cost
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        super().plan(rows, other_load)  # its time is part of the step cost
         return np.array([row.depth for row in self.mixture])
 
     def select(self, trees: Trees, drafted: Load) -> Array:

@@ -1,12 +1,12 @@
-/* Layers of hybrid targets: gated DeltaNet over chains and trees, and what stands around it and around their attention
- * (models/delta_net.py and native_hybrid.py, which have the same structs).
+/* Layers of hybrid targets: gated DeltaNet over chains and trees, and the norms, gates and activations around it and
+ * around attention (models/delta_net.py and native_hybrid.py, which have the same structs).
  *
- * Batch invariant: everything is computed for one token at a time, in one order, from its parent's state, so a token
- * gets the same bits alone, in a prompt's part, in a batch and in a tree. Sums are in float32, for every stored type.
+ * Batch invariant: each token is computed separately, in a fixed order, from its parent's state, so it gets the same
+ * bits alone, in a chunk of a prompt, in a batch and in a tree. Sums are in float32, for every stored type.
  */
 #include "products.h"
 
-#define STRIP 32 /* columns of a state that one thread updates: columns do not depend on each other */
+#define STRIP 32 /* columns of a state that one thread updates; columns are independent */
 #define VECTORS (STRIP / LANES)
 
 struct delta_net {
@@ -17,26 +17,26 @@ struct delta_net {
     float eps;
 };
 
-/* A layer's states: the last inputs of the convolution, and the matrices that a token's query reads. */
+/* States of a layer: the last inputs of the convolution, and the matrices of the recurrence. */
 struct states {
     stored *windows; /* [slots, kernel - 1, channels] */
     float *matrices; /* [slots, value_heads, value_dim / STRIP, key_dim, STRIP] */
 };
 
-/* A pass's tokens [num], row by row. A token's sources [kernel] are its ancestors and itself, oldest first: numbers
- * below rows * (kernel - 1) are indices of the rows' windows, those above tokens. */
+/* Tokens [num] of a forward pass, row by row. A token's sources [kernel] in the convolution are its ancestors and
+ * itself, oldest first: numbers below rows * (kernel - 1) are indices into the rows' windows; from there on, tokens. */
 struct delta_pass {
     long num, rows;
     const int64_t *sources; /* [num, kernel] */
-    const int64_t *parents; /* [num]: inside the row; -1 for its first token */
+    const int64_t *parents; /* [num]: index within the row; -1 for its first token */
     const int64_t *sizes, *firsts, *slots; /* [rows] */
-    const uint8_t *is_text, *is_chain; /* [rows]: all of its tokens are final; parents are the tokens before */
+    const uint8_t *is_text, *is_chain; /* [rows]: 1 if all tokens are accepted; 1 if parents are the tokens before */
 };
 
-/* What recurrence and norm read of tokens. */
+/* Inputs of the recurrence and of the norm, for all tokens. */
 struct delta_inputs {
     long stride;
-    const stored *projected; /* [tokens, stride]: channels, then the output's gates, then beta's and the decay's */
+    const stored *projected; /* [tokens, stride]: channels, gates of the output, inputs of betas and of decays */
     stored *mixed; /* [tokens, channels]: queries, keys and values after the convolution */
     float *decays, *betas; /* [tokens, value_heads] */
     float *scales; /* [tokens, 2, key_heads]: 1 / norms of queries and keys */
@@ -47,7 +47,7 @@ static long channels_of(const struct delta_net *net)
     return 2 * net->key_heads * net->key_dim + net->value_heads * net->value_dim;
 }
 
-/* LANES numbers, of which `num` exist; the others are 0. */
+/* min(num, LANES) numbers; the other lanes are 0. */
 static inline lanes load_some(const stored *from, long num)
 {
     if (num >= LANES)
@@ -91,7 +91,7 @@ static float inverse_size(long num, const stored *x, float eps)
     return 1 / sqrtf(sum(squares) / num + eps);
 }
 
-/* hidden [rows, width] += delta [rows, width], if there is one; out = RMSNorm(hidden) * weight [width]. */
+/* hidden [rows, width] += delta [rows, width], if it is not NULL; out = RMSNorm(hidden) * weight [width]. */
 void add_norm_rows(long rows, long width, stored *hidden, const stored *delta, const float *weight, float eps,
                    stored *out, int threads)
 {
@@ -135,8 +135,8 @@ void add_gated_rows(long rows, long width, const stored *gates, const stored *x,
 }
 
 /* projected [rows, stride] with a query and a gate [dim] for each of `queries` heads, then `kv` keys and values [dim]
- * -> heads [rows, queries + 2 * kv, padded] for layers.c: queries and keys normed by `norms` [2, dim], number i in
- * index padded_index[i]; values in their order. */
+ * -> heads [rows, queries + 2 * kv, padded] for layers.c. Queries and keys are normed by `norms` [2, dim], and their
+ * channel i is stored at padded_index[i]; values are padded at the end. */
 void split_heads(long rows, long stride, const stored *projected, long queries, long kv, long dim, long padded,
                  const int64_t *padded_index, const float *norms, float eps, stored *heads, int threads)
 {
@@ -162,7 +162,7 @@ void split_heads(long rows, long stride, const stored *projected, long queries, 
     }
 }
 
-/* attended [rows, queries, padded] times sigmoid(gates of `projected`, as above) -> out [rows, queries, dim]. */
+/* attended [rows, queries, padded] * sigmoid(gates in `projected`, see split_heads) -> out [rows, queries, dim]. */
 void gate_heads(long rows, long stride, const stored *projected, long queries, long dim, long padded,
                 const stored *attended, stored *out, int threads)
 {
@@ -176,7 +176,7 @@ void gate_heads(long rows, long stride, const stored *projected, long queries, l
             }
 }
 
-/* A token's convolution, and its decays, betas and scales. */
+/* Write a token's `mixed` (convolution, then SiLU), decays, betas and scales. */
 static void mix_token(const struct delta_net *net, const struct states *states, const struct delta_pass *pass,
                       const struct delta_inputs *inputs, long token)
 {
@@ -214,9 +214,9 @@ static void mix_token(const struct delta_net *net, const struct states *states, 
     }
 }
 
-/* One token's step of a state's strip [key_dim, STRIP], from `from` to `to`, which may be the same; its output [STRIP]
- * goes to `out`, if there is a query. The strip is decayed, and then corrected by the delta rule: its value for the key
- * moves to the token's value by beta. */
+/* Recurrence of one token on a strip [key_dim, STRIP] of a state: reads `from` and writes `to`, which may be the same,
+ * and, if query is not NULL, the output query @ state [STRIP] to `out`. Delta rule: state *= decay; state += outer(key,
+ * beta * (value - key @ state)). */
 static inline __attribute__((always_inline)) void advance(
     long key_dim, float decay, float beta, const float *key, const float *query, const stored *value, const float *from,
     float *to, stored *out)
@@ -242,7 +242,7 @@ static inline __attribute__((always_inline)) void advance(
             store(total[v], out + v * LANES);
 }
 
-/* A query or key [key_dim] of length 1, times `scale`. */
+/* out = x [key_dim], a query or key, times inverse (1 / its norm), times `scale`. */
 static void unit(long key_dim, const stored *x, float inverse, float scale, float *out)
 {
     for (long i = 0; i < key_dim; i += LANES) {
@@ -275,8 +275,9 @@ static float *strip_of(const struct delta_net *net, const struct states *states,
     return states->matrices + ((slot * net->value_heads + head) * strips + strip) * net->key_dim * STRIP;
 }
 
-/* All tokens of a row through one strip. A slot's state advances by the tokens that are final: all of a text, and the
- * first one of a block. The states after the others are in `room` [most tokens, key_dim, STRIP]; a chain needs one. */
+/* Recurrence of all tokens of a row on one strip. The slot's state is advanced in place by accepted tokens: all of a
+ * text, and the anchor, the first token of a block. States after unverified tokens are in `room` [most, key_dim,
+ * STRIP]: by the index of the token in a tree; a chain needs only one. */
 static void scan_row(const struct delta_net *net, const struct states *states, const struct delta_pass *pass,
                      const struct delta_inputs *inputs, long row, long head, long strip, float *room, stored *out)
 {
@@ -292,7 +293,7 @@ static void scan_row(const struct delta_net *net, const struct states *states, c
     }
 }
 
-/* RMSNorm of a token's output in every head, times silu of its gate, in place. */
+/* RMSNorm of a token's output in each head, times SiLU of its gates, in place. */
 static void norm_token(const struct delta_net *net, const stored *gates, stored *out)
 {
     for (long head = 0; head < net->value_heads; head++, gates += net->value_dim, out += net->value_dim) {
@@ -305,7 +306,8 @@ static void norm_token(const struct delta_net *net, const stored *gates, stored 
     }
 }
 
-/* Append inputs of tokens [num] to a window [kernel - 1, channels], whose first ones go. */
+/* Append the convolution's inputs of `num` tokens to a window [kernel - 1, channels], dropping its oldest ones. They
+ * are tokens [num], or, if that is NULL, `num` from `first` on. */
 static void append(const struct delta_net *net, const struct delta_inputs *inputs, long num, long first,
                    const int64_t *tokens, stored *window)
 {
@@ -319,8 +321,8 @@ static void append(const struct delta_net *net, const struct delta_inputs *input
     }
 }
 
-/* One layer's outputs [tokens, value_heads, value_dim], normed and gated. room [threads, most, key_dim, STRIP]: most
- * is 1, or the tokens of the largest tree. */
+/* out = one layer's outputs [tokens, value_heads, value_dim], normed and gated; advances the slots' states by accepted
+ * tokens. room [threads, most, key_dim, STRIP] is a buffer: most is 1, or the number of tokens of the largest tree. */
 void delta_pass(const struct delta_net *net, const struct states *states, const struct delta_pass *pass,
                 const struct delta_inputs *inputs, float *room, long most, stored *out, int threads)
 {
@@ -347,7 +349,8 @@ void delta_pass(const struct delta_net *net, const struct states *states, const 
     }
 }
 
-/* Advance one layer's states of slots [rows] by accepted tokens: row r has tokens[firsts[r]], and so on, sizes[r]. */
+/* Advance one layer's states in slots [rows] by accepted tokens of `inputs`: for row r, sizes[r] from tokens[firsts[r]]
+ * on. */
 void delta_accept(const struct delta_net *net, const struct states *states, const struct delta_inputs *inputs,
                   long rows, const int64_t *slots, const int64_t *sizes, const int64_t *firsts, const int64_t *tokens,
                   int threads)

@@ -1,7 +1,7 @@
 /* SwiGLU and GeGLU, and mixtures of experts, as in Qwen3-MoE, Qwen3.5, gpt-oss and Gemma 4.
  *
- * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, whatever the
- * other rows choose. Each expert multiplies all of its rows at once.
+ * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, regardless of
+ * the other rows. Each expert multiplies all of its rows together.
  */
 #include "experts.h"
 
@@ -30,14 +30,14 @@ void clamped_swiglu(long rows, long inner, float limit, float alpha, const store
     const lanes low = (lanes){0} - limit;
 #pragma omp for
     for (long row = 0; row < rows; row++)
-        for (long i = 0; i < inner; i += LANES) { /* `larger` keeps a NaN that is its second argument */
+        for (long i = 0; i < inner; i += LANES) { /* `larger` returns a NaN in its second argument */
             lanes gate = -larger(low, -load(gate_up + row * 2 * inner + i));
             lanes up = larger(low, -larger(low, -load(gate_up + (row * 2 + 1) * inner + i)));
             store(rounded(by_logistic(gate, gate * alpha)) * (up + 1), out + row * inner + i);
         }
 }
 
-/* Index of the best of scores [num] that is not taken, the first of equal ones; marks it as taken. */
+/* Index of the best of scores [num] that is not yet taken, the first of equal ones. Marks it as taken. */
 static long take_best(long num, const stored *scores, uint8_t *taken)
 {
     long best = -1;
@@ -48,7 +48,8 @@ static long take_best(long num, const stored *scores, uint8_t *taken)
     return best;
 }
 
-/* Scores [num] of a row -> its experts and their weights [chosen], by softmax over all; NaN if a score is NaN. */
+/* Gating: scores [num] of a row -> its top experts `ids` and their weights [chosen], by softmax over all experts. The
+ * weights are NaN if a score is NaN. */
 static void route(const struct experts *experts, const stored *scores, int64_t *ids, float *weights)
 {
     float total = 0, of_chosen = 0;
@@ -69,7 +70,7 @@ static void route(const struct experts *experts, const stored *scores, int64_t *
     }
 }
 
-/* Order the pairs of rows and experts by expert, and share out the products to the threads. */
+/* Sort the (row, expert) pairs by expert, and distribute the products of the active experts over the threads. */
 static void order(const struct experts *experts, long pairs, long hidden, const struct expert_buffers *buffers,
                   long threads)
 {
@@ -124,7 +125,7 @@ void mix(const struct experts *experts, long rows, long hidden, const stored *x,
         }
 }
 
-/* As `mix`, in a separate parallel region. */
+/* As `mix`, with routed = x; opens the parallel region itself. */
 void mix_rows(const struct experts *experts, long rows, long hidden, const stored *x,
               const struct expert_buffers *buffers, stored *out, int threads)
 {

@@ -1,5 +1,5 @@
 /* Acceptance probabilities ("chances") of a draft's choices, as in acceptance.py, and best-first growth of draft trees,
- * as in trees.py: node by node in descending order of chance. */
+ * as in trees.py: node by node in descending order of probability. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,8 +11,8 @@ static const double LEAST_SCORE = -30, LEAST_CHANCE = 1e-4;
 
 static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also if it is NaN */ }
 
-/* Probabilities of a slot's choices [width] by the draft; for drawn tokens the shares of the exponentials of their
- * scores, of which the first is the best. */
+/* own = the draft's probabilities of a slot's choices [width]; for sampled tokens the softmax of their scores, of which
+ * the first is the best. */
 static void draft_probs(long width, const float *scores, const float *log_probs, int drawn, double *own)
 {
     double total = 0;
@@ -22,8 +22,9 @@ static void draft_probs(long width, const float *scores, const float *log_probs,
         own[k] /= total;
 }
 
-/* Chances [CONTEXTS][num][width] of the choices of `num` slots, by the logistic regression of acceptance.py with
- * weights [2][WEIGHTS]; the draft's probabilities where `known` [num] is 0. slots [num]: indices below the anchor. */
+/* chances [CONTEXTS][num][width] = acceptance probabilities of the choices of `num` slots, by the number of later (not
+ * first) choices above; they fall along width. From the logistic regression of acceptance.py with weights [2][WEIGHTS]
+ * (greedy, sampled), or from the draft if known [num] is 0. slots [num]: index below the anchor, from 0. */
 void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
                     const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
 {
@@ -32,7 +33,7 @@ void choice_chances(long num, long width, const float *scores, const float *log_
         double own[width], logits[width];
         draft_probs(width, scores, log_probs, drawn[n], own);
         for (long k = 0; k < width; k++) {
-            if (!(scores[k] > -INFINITY)) { /* cannot be drawn, or not a number */
+            if (!(scores[k] > -INFINITY)) { /* cannot be sampled, or NaN */
                 own[k] = 0, logits[k] = -INFINITY;
                 continue;
             }
@@ -57,7 +58,7 @@ void choice_chances(long num, long width, const float *scores, const float *log_
     }
 }
 
-/* A choice that may become a node. Ties of chance go to the earlier parent, then to the better rank. */
+/* A choice that may become a node. Ties of probability go to the earlier parent, then to the better rank. */
 struct offer {
     double chance, above;
     int32_t parent, depth, after, rank, num_later;
@@ -94,9 +95,9 @@ static struct offer pop(struct offer *heap, long *size)
     return first;
 }
 
-/* The slots of all rows [slots], each with `contexts` lists of `width` choices after a choice of the slot above.
- * chances [laters][slots][contexts][width] by the number of later (not first) choices above; next_lists
- * [slots][contexts][width]: the list that follows a choice, -1 for none. */
+/* The `num` slots of all rows, each with `contexts` lists of `width` choices; the choice in the slot above selects the
+ * list. chances [laters][slots][contexts][width] by the number of later (not first) choices above, at most laters - 1;
+ * next_lists [slots][contexts][width]: index of the list in the next slot after a choice, -1 for none. */
 struct slots {
     long num, contexts, width, laters;
     const double *chances;
@@ -115,16 +116,16 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
         push(heap, size, item);
 }
 
-/* lists_with_paths: a draft's lists of choices, as in `struct slots`, and in each slot one more list that follows a
- * lookup path: the path's next token among the draft's choices. So a token that both propose is one node.
+/* lists_with_paths: a draft's lists of choices, as in `struct slots`, and one more list per slot for nodes on a lookup
+ * path: the path's next token, merged with the draft's choices. So a token that both propose is one node.
  *
- * Inputs of row r: slots first[r] .. first[r] + depths[r] - 1 of the draft, and paths[r][0 .. sizes[r] - 1] of `most`.
- * Its output slots begin at begins[r]; their number is the larger of both. matches [rows][MATCH_INPUTS] are regression
- * inputs of path tokens, weights [2][PATH_INPUTS] the regression; `independent` is 1 if the draft's choices do not depend on
- * those above. Output choices [slots][1 + contexts][1 + width]: list 0 follows the path, the others are the draft's,
- * with an empty entry (token -1) at the end. choice_index is the flat index among the draft's choices, -1 for none;
- * path_index is r * most + d for token d of a path, else -1; inputs [rows][most][PATH_INPUTS] are the regression inputs
- * of the paths' tokens. */
+ * Inputs of row r: slots first[r] .. first[r] + depths[r] - 1 of the draft, and the first sizes[r] tokens of paths
+ * [rows][most]. Its output slots begin at begins[r]; their number is max(depths[r], sizes[r]). matches
+ * [rows][MATCH_INPUTS] are regression inputs of path tokens, weights [2][PATH_INPUTS] (greedy, sampled) those of the
+ * regression; `independent` is 1 if the draft's choices do not depend on those above. Output choices
+ * [slots][1 + contexts][1 + width]: list 0 is that of the path, the others are the draft's with an empty entry (token
+ * -1) at the end. choice_index is the flat index among the draft's choices, -1 for none; path_index is r * most + d for
+ * token d of a path, else -1; inputs [rows][most][PATH_INPUTS] are the regression inputs of the paths' tokens. */
 enum { MATCH_INPUTS = 3, PATH_INPUTS = 9 }; /* of acceptance.py */
 
 static double path_chance(const double *match, long depth, int has_draft, long rank, double own, const double *weights,
@@ -142,8 +143,8 @@ static double path_chance(const double *match, long depth, int has_draft, long r
     return 1 / (1 + exp(-sum));
 }
 
-/* Before a draft: cuts paths of sizes[r] tokens where their probability falls below `least`; gains[r] are the tokens
- * that they are then expected to add. */
+/* Truncate lookup paths, before drafting: sizes[r] is reduced to the tokens whose probability of being accepted,
+ * together with all before, is at least `least`; gains[r] is the expected number of accepted tokens among them. */
 void cut_paths(long rows, int64_t *sizes, const double *matches, const int64_t *drawn,
                   const double *weights, double least, double *gains)
 {
@@ -229,12 +230,13 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
     }
 }
 
-/* Nodes of rows in descending order of chance, at most most[r], of slots first[r] .. first[r] + depths[r] - 1 and the
- * widest[r] best choices of each list [slots][contexts][width]. Inputs of choices: choice_tokens, and from_choice and
- * from_path, their flat indices among the draft's choices and the paths' tokens, -1 for none; without paths both are
- * NULL, and choices are the draft's. Row r's nodes begin at r * room: chances, tokens, parents (0 is the anchor), depths
- * (1 below the anchor), choice_index and path_index (as from_choice and from_path), num_later (later choices above the
- * node) and sources; num[r] is their number. */
+/* Grow a tree for each row: at most most[r] nodes in descending order of probability, from slots first[r] .. first[r] +
+ * depths[r] - 1 and the widest[r] best choices of each list [slots][contexts][width]. Inputs of choices: choice_tokens,
+ * and from_choice and from_path, their flat indices among the draft's choices and the paths' tokens, -1 for none;
+ * without paths both are NULL, and choices are the draft's. Outputs: num[r] nodes of row r, which begin at r * room,
+ * with their chances, tokens, parents (0 is the anchor), depths (1 below the anchor), choice_index and path_index (as
+ * from_choice and from_path), num_later (later choices above the node) and sources. Returns 0, or -1 if memory is
+ * exhausted. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
                long num_slots, long contexts, long width, long laters, const double *chances,
                const int64_t *next_lists, const uint8_t *is_later, const int64_t *choice_tokens,
@@ -272,9 +274,9 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     return 0;
 }
 
-/* The first sizes[r] nodes of each tree in the order in which they are verified (`tree_order` of trees.py): the chain
- * of first children, then the others as they grew. indices [rows][1 + room], initially 0, are the indices of the anchor
- * and of the nodes; tokens, parents and sources [rows][room] are in this order. */
+/* Sort the first sizes[r] nodes of each tree into the order of verification (`tree_order` of trees.py): the chain of
+ * first children, then the others in their order. indices [rows][1 + room], initially 0, become the new indices of the
+ * anchor and of the nodes; tokens, parents and sources [rows][room] are in the new order. */
 void order_trees(long rows, long room, const int64_t *sizes, const int64_t *node_tokens, const int64_t *node_parents,
                  const int64_t *node_sources, int64_t *indices, int64_t *tokens, int64_t *parents, int64_t *sources)
 {
@@ -293,11 +295,11 @@ void order_trees(long rows, long room, const int64_t *sizes, const int64_t *node
     }
 }
 
-/* Number of nodes to verify of each tree, selected [R]: the best nodes of all trees, as many as maximise the expected
- * gain less the cost, as choose_nodes of choose.py. saved_s [R][room] are the gains of num[r] nodes, descending. The
- * step has `tokens` so far; one more costs token_s, the first of every `further` tokens beyond the first `tile` also
- * tile_s, and experts that no other token has chosen their share of experts_s: a token chooses this share of them.
- * heads [R] is a buffer. */
+/* selected [trees] = number of nodes to verify of each tree: the best nodes of all trees, as many as maximise the
+ * expected gain minus the cost, as choose_nodes of choose.py. saved_s [trees][room] are the gains of num[r] nodes,
+ * descending. The step has `tokens` tokens so far. Each further token costs token_s; the first of every `further`
+ * tokens beyond the first `tile` also costs tile_s. Loading all experts costs experts_s; a token chooses a `share` of
+ * them and pays for those that no token before has chosen. heads [trees] is a buffer. */
 void select_nodes(long trees, long room, const double *saved_s, const int64_t *num, long tokens, double token_s,
                   double tile_s, long tile, long further, double experts_s, double share, int64_t *selected,
                   int64_t *heads)

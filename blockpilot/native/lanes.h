@@ -41,8 +41,9 @@ static inline int any(ints where)
 #endif
 }
 
-/* x * y + z, rounded once. Compilers contract some loops and not others (GCC for AMD's Zen), so a row would depend on
- * the number of rows: library.py forbids contraction (-ffp-contract=off), and this function is explicit. */
+/* x * y + z, rounded once (if the CPU has FMA). Compilers contract some loops to FMA and not others (GCC for AMD's
+ * Zen), so a row's result would depend on the number of rows: library.py forbids contraction (-ffp-contract=off), and
+ * this function is explicit. */
 static inline lanes fused(lanes x, lanes y, lanes z)
 {
 #ifdef __AVX512F__
@@ -73,7 +74,7 @@ static inline lanes load(const stored *from)
 #endif
 }
 
-static inline packed narrowed(lanes x) /* to nearest, ties to even; NaN stays */
+static inline packed narrowed(lanes x) /* to nearest, ties to even; NaN stays NaN */
 {
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
     return (packed)_mm512_cvtneps_pbh((__m512)x);
@@ -119,18 +120,18 @@ static inline lanes larger(lanes x, lanes y) /* y if one is NaN */
 #endif
 }
 
-static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7; 0 far below -87; NaN stays */
+static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7; 0 far below -87; NaN stays NaN */
 {
     x = larger((lanes){0} - 200, x);
 #ifdef __AVX512F__
     lanes whole = (lanes)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8); /* to nearest */
 #else
-    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* towards 0: it is negative */
+    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* truncates: to nearest, as x <= 0 */
     lanes whole = __builtin_convertvector(power, lanes);
 #endif
     const lanes none = {0};
     lanes rest = fused(whole, none + 2.12194440e-4f, fused(whole, none - 0.693359375f, x));
-    lanes y = fused(rest, none + 1.9875691500e-4f, none + 1.3981999507e-3f); /* Cephes */
+    lanes y = fused(rest, none + 1.9875691500e-4f, none + 1.3981999507e-3f); /* polynomial of Cephes */
     y = fused(y, rest, none + 8.3334519073e-3f);
     y = fused(y, rest, none + 4.1665795894e-2f);
     y = fused(y, rest, none + 1.6666665459e-1f);
@@ -163,7 +164,7 @@ static inline lanes by_logistic(lanes number, lanes x)
     return number * chosen(x > 0, (lanes){0} + 1, small) / (1 + small);
 }
 
-static inline lanes gelu(lanes x) /* its tanh approximation */
+static inline lanes gelu(lanes x) /* tanh approximation */
 {
     const float twice = 1.59576912f; /* 2 * sqrt(2 / pi); (1 + tanh(x)) / 2 is the logistic function of 2 * x */
     return by_logistic(x, twice * fused(x * x * x, (lanes){0} + 0.044715f, x));

@@ -1,29 +1,31 @@
-/* The layers of a decoder, target or draft, in one parallel region: see models/native_layers.py, which has the same
+/* Layers of a decoder, target or draft, in one parallel region: see models/native_layers.py, which has the same
  * structs.
  *
  * Sums and products are in float32, for every stored type. Batch invariant: a row's result does not depend on the other
- * rows. Widths and dim are multiples of 32: others are padded with zeros, heads at the end of each of their halves.
+ * rows. Widths and dim are multiples of 32: others are padded with zeros, in heads at the end of each half.
  */
 #include "experts.h"
 
-#define QUERIES PANEL /* that read the same keys at once, as a panel of a product */
-#define SUMS 8 /* queries whose sums over values, of VALUES vectors each, are in registers at once */
+#define QUERIES PANEL /* queries that read the same keys together, as a panel of a product */
+#define SUMS 8 /* queries whose sums over values, of VALUES vectors each, are in registers together */
 #define VALUES (LANES / 8)
 
 typedef float four __attribute__((vector_size(16), may_alias));
 
-/* Norm weights [hidden] of a layer whose experts run beside an MLP: of inputs and of outputs. */
+/* Norm weights [hidden] of the inputs and outputs of a layer's experts and MLP, which run in parallel. */
 struct expert_norms {
     const stored *experts_in, *router_in, *experts_out, *mlp_out;
 };
 
-/* What a layer adds at its end: projection(gelu(gate(hidden)) * input), normed by weights [hidden]. */
+/* Gated per-layer input, added at the end of a layer: projection(gelu(gate(hidden)) * input), normed by weights
+ * [hidden]. */
 struct inputs {
     struct linear gate, projection;
     const stored *norm;
 };
 
-/* Of a sublayer, over the tokens of a block (DFlash 2): kernels are fixed ones, and a projection of what it reads. */
+/* Convolution around a sublayer, over the tokens of a block (DFlash 2). A kernel is the sum of a fixed one and a
+ * projection of the sublayer's input. */
 struct convolution {
     struct linear projection; /* [hidden] -> [2, taps, hidden / group] */
     const stored *fixed; /* [2, taps, hidden] */
@@ -31,23 +33,23 @@ struct convolution {
 };
 
 struct layer {
-    struct linear qkv, out, gate_up, down; /* the last two are unused with experts alone */
+    struct linear qkv, out, gate_up, down; /* the last two are unused if the layer has experts and no MLP */
     const struct experts *experts; /* or NULL */
-    const struct expert_norms *expert_norms; /* of experts beside an MLP, or NULL */
-    const struct inputs *inputs; /* of an input of its own, or NULL */
+    const struct expert_norms *expert_norms; /* if experts and an MLP run in parallel, or NULL */
+    const struct inputs *inputs; /* weights of the per-layer input, or NULL */
     const struct convolution *convolutions; /* [2], of attention and of the MLP, or NULL */
-    const stored *attention_in, *mlp_in; /* norm weights [hidden] of what attention and the MLP read */
+    const stored *attention_in, *mlp_in; /* norm weights [hidden] of the inputs of attention and of the MLP */
     const stored *heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
-    const stored *attention_out, *mlp_out; /* norm weights [hidden] of what attention and the MLP add, or NULL */
-    const stored *sinks; /* scores [queries] that take attention from all columns, or NULL */
+    const stored *attention_out, *mlp_out; /* norm weights [hidden] of their outputs, or NULL */
+    const stored *sinks; /* scores [queries] added to the softmax's denominator, or NULL */
     float scalar; /* factor of the layer's output */
 };
 
-/* Of a layer; all have the same `hidden`. */
+/* Shape of a layer; all layers have the same `hidden`. */
 struct shape {
     long hidden, queries, kv;
-    long made; /* heads of keys and values in `qkv`: 2 * kv, or kv if the keys, before their norm, are the values, or 0
-                * if those of an earlier layer are read */
+    long made; /* heads of keys and values in `qkv`: 2 * kv; kv if the keys before their norm are also the values; 0 if
+                * the layer uses keys and values of an earlier layer */
     long dim, inner;
     long unpadded_hidden, unpadded_dim;
     float eps, scale; /* scale: of attention scores */
@@ -57,12 +59,12 @@ struct shape {
     int norms_values; /* 1: values are normed, without weights */
 };
 
-/* Rotation of the pass's heads by a layer; the first half of sines is negated. */
+/* Rotary embeddings of a layer for the pass's tokens [num]; the first half of sines is negated. */
 struct rotary {
     const stored *cosines, *sines; /* [num, dim] */
 };
 
-/* The cache, and the slots and columns of the pass's tokens [num]. */
+/* KV cache, and the slots and columns of the pass's tokens [num]. */
 struct tokens {
     long num;
     stored *const *caches; /* [layers]: [2, slots, kv, length, dim] */
@@ -78,7 +80,7 @@ struct part {
     const int64_t *positions; /* [rows, width] */
 };
 
-/* In every lane, the largest of the lanes at a distance of a multiple of 4. */
+/* In every lane, the largest of the lanes with the same index modulo 4. */
 static inline lanes largest_of_fours(lanes x)
 {
 #if LANES == 16
@@ -89,8 +91,8 @@ static inline lanes largest_of_fours(lanes x)
 #endif
 }
 
-/* x [width], `num` of it without padding -> RMSNorm(x) * weight [width], or by NULL RMSNorm(x), rounded where
- * transformers rounds. */
+/* x [width], of which `num` are not padding -> out = RMSNorm(x) * weight [width], or RMSNorm(x) if weight is NULL,
+ * rounded where transformers rounds. */
 static inline void norm(const struct shape *shape, long width, long num, const stored *x, const stored *weight,
                         stored *out)
 {
@@ -107,8 +109,8 @@ static inline void norm(const struct shape *shape, long width, long num, const s
             store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* hidden [width] += delta [width], if there is one, normed in place before that if there are weights delta_norm [width];
- * hidden *= scalar. */
+/* hidden [width] = (hidden + delta [width]) * scalar. delta may be NULL; if delta_norm [width] is not NULL, delta is
+ * normed in place first. */
 static inline void add(const struct shape *shape, stored *hidden, stored *delta, const stored *delta_norm, float scalar)
 {
     long width = shape->hidden;
@@ -122,7 +124,7 @@ static inline void add(const struct shape *shape, stored *hidden, stored *delta,
             store(load(hidden + i) * scalar, hidden + i);
 }
 
-/* For all rows `add` delta [rows, hidden], or nothing if it is NULL; out = RMSNorm(hidden) * weight [hidden]. */
+/* `add` of all rows, with delta [rows, hidden] or NULL; then out = RMSNorm(hidden) * weight [hidden]. */
 static void add_norm(const struct shape *shape, long rows, stored *hidden, stored *delta, const stored *delta_norm,
                      float scalar, const stored *weight, stored *out)
 {
@@ -143,9 +145,9 @@ static int is_finite(long dim, const stored *x)
     return !any(broken);
 }
 
-/* heads [tokens, queries + made, dim]: norm queries and keys, if there are norms, rotate them, and store keys and
- * values in the cache of the layer. Values that are not finite are stored as 0 with a key of NaN: queries that see them
- * get NaN, and masked queries, which multiply the value by 0, do not. */
+/* heads [tokens, queries + made, dim]: norm queries and keys, if norms is not NULL, rotate them in place, and store
+ * keys and values in the layer's cache. Values that are not finite are stored as 0 with a key of NaN: queries that
+ * attend to them get NaN; masked queries, which multiply the value by 0, do not. */
 static void rotate_and_store(const struct tokens *tokens, const struct rotary *rotary, const struct shape *shape,
                              long queries, const stored *norms, stored *cache, stored *heads)
 {
@@ -184,7 +186,7 @@ static void rotate_and_store(const struct tokens *tokens, const struct rotary *r
     }
 }
 
-/* A panel [units, QUERIES] of `num` queries [dim], padded with 0. */
+/* panel [units, QUERIES] = `num` queries [dim], padded with 0. */
 static void pack(long num, long dim, const stored *const *queries, uint32_t *panel)
 {
     long units = dim / PER_UNIT;
@@ -194,8 +196,8 @@ static void pack(long num, long dim, const stored *const *queries, uint32_t *pan
             memcpy(panel + unit * QUERIES + q, queries[q] + unit * PER_UNIT, sizeof *panel);
 }
 
-/* Softmax before normalisation: scores [length, stride], stride FEW or QUERIES, with room up to a multiple of LANES ->
- * e^(scale * (score - top)) for every query, and their tops and totals [stride]. */
+/* Softmax before normalisation, in place: scores [length, stride] -> e^(scale * (score - top)), and for each query its
+ * top and total [stride]. stride is FEW or QUERIES; scores has room up to a multiple of LANES. */
 static inline __attribute__((always_inline)) void exponentials(long length, const long stride, float scale,
                                                                float *scores, float *tops, float *totals)
 {
@@ -217,7 +219,7 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
             *score = exponential((*score - top[v]) * scale);
             total[v] += *score;
         }
-    if (stride < LANES) { /* also in the order of the columns */
+    if (stride < LANES) { /* add one by one, in the order of the columns */
         *(four *)total = (four){0};
         for (long column = 0; column < length; column++)
             *(four *)total += ((const four *)scores)[column];
@@ -226,9 +228,9 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
     memcpy(totals, total, stride * sizeof(float));
 }
 
-/* Adds attention weights ("chances") of `num` queries [length, stride] times values [length, dim], from column `from`
- * on, to sums [num, dim]. In the order of the columns: masked ones add 0, so a token of a tree gets the same bits as
- * in a text. */
+/* sums [num, dim] += attention weights ("chances") of `num` queries [length, stride] times values [length, dim], from
+ * column `from` on. Added in the order of the columns: masked ones add 0, so a token of a tree gets the same bits as in
+ * a text. */
 static inline __attribute__((always_inline)) void add_values(
     const long num, long dim, long from, long length, const float *chances, const long stride, const stored *values,
     float *sums)
@@ -252,15 +254,16 @@ static inline __attribute__((always_inline)) void add_values(
     }
 }
 
-/* Number of columns, of `seen`, that tiles may sum in another order: a token at this position sees them both in a text
- * and in every tree, whose depth is below a stretch. */
+/* Number of leading columns, of `seen`, that tiles may sum in another order: whole stretches that a token at this
+ * position attends to in a text as in any tree, because trees are less deep than a stretch. */
 static long whole_columns(long position, long seen)
 {
     long last = position + 1 < seen ? position + 1 : seen, stretches = uses_tiles() ? last / STRETCH - 1 : 0;
     return stretches > 0 ? stretches * STRETCH : 0;
 }
 
-/* Weighted sums [num, dim] of values for `num` queries, at most `stride`; tiles sum the first whole[q] columns. */
+/* sums [num, dim] = weighted values of `num` queries, at most `stride`; tiles sum the first whole[q] columns.
+ * Overwrites chances. */
 static inline __attribute__((always_inline)) void sum_values(
     long num, const long stride, long dim, long length, float *chances, const long *whole, const stored *values,
     float *sums)
@@ -284,7 +287,7 @@ static inline __attribute__((always_inline)) void sum_values(
 }
 
 /* Attention of `num` queries, at most `stride`, with masks [length], to one head of keys and values [length, dim].
- * sinks: of the queries, or NULL. scores: room for 2 * `stride` numbers a column, and LANES. */
+ * sinks: of the queries, or NULL. scores: buffer of 2 * `stride` numbers per column, and LANES more. */
 static inline __attribute__((always_inline)) void attend_some(
     long num, const long stride, long dim, float scale, long length, const stored *const *queries, const stored *keys,
     const stored *values, const uint8_t *const *masks, const stored *const *sinks, const long *whole, float *scores,
@@ -310,14 +313,14 @@ static inline __attribute__((always_inline)) void attend_some(
             store(*(const lanes *)(sums + q * dim + i) / totals[q], out[q] + i);
 }
 
-/* Prefetch numbers that are read soon: otherwise each read would wait for memory separately. */
+/* Prefetch `num` numbers that are read soon: otherwise each read would wait for memory separately. */
 static void fetch(const stored *from, long num)
 {
     for (long i = 0; i < num; i += 64 / sizeof(stored))
         __builtin_prefetch(from + i);
 }
 
-/* One past the last column, of `length`, that is visible by one of these masks. */
+/* One past the last column, of `length`, that is visible in any of the masks; 0 if none is. */
 static long seen_of(long num, const uint8_t *const *masks, long length)
 {
     for (; length > 0; length--)
@@ -327,8 +330,8 @@ static long seen_of(long num, const uint8_t *const *masks, long length)
     return length;
 }
 
-/* Number of columns, of `length`, before the first that is visible by one of these masks, in whole stretches: leaving
- * them out changes no sum. */
+/* Number of columns, of `length`, before the first that is visible in any of the masks, rounded down to whole
+ * stretches: skipping them changes no sum. */
 static long unseen_of(long num, const uint8_t *const *masks, long length)
 {
     long unseen = length;
@@ -397,7 +400,8 @@ static int fits(const struct tokens *tokens)
     return 1;
 }
 
-/* Copy the states after a layer [tokens, hidden] to the features [tokens, num_kept, hidden], if it is in `kept`. */
+/* Copy the hidden states after a layer [tokens, hidden] to features [tokens, num_kept, hidden], if `kept` has the
+ * layer. */
 static void keep(long layer, long num_kept, const int64_t *kept, long tokens, long hidden, const stored *from,
                  stored *features)
 {
@@ -409,8 +413,8 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
         }
 }
 
-/* Adds a mixture of hidden [rows, hidden] to the output of the MLP beside it, `output` [rows, hidden], each normed.
- * x, routed: buffers [rows, hidden]. */
+/* output [rows, hidden], of the MLP, = norm(output) + norm(experts(hidden [rows, hidden])). x, routed: buffers [rows,
+ * hidden]. */
 static void add_experts(const struct shape *shape, const struct layer *layer, long rows, const stored *hidden, stored *x,
                         stored *routed, const struct expert_buffers *buffers, stored *output, long threads)
 {
@@ -432,8 +436,9 @@ static void add_experts(const struct shape *shape, const struct layer *layer, lo
     }
 }
 
-/* Add the output of the MLP `output` [rows, hidden], normed by mlp_out, to hidden [rows, hidden], and replace it by what
- * the layer adds for its inputs [rows], every `stride` numbers. gated: buffer [rows, numbers of an input]. */
+/* hidden [rows, hidden] += the MLP's output `output` [rows, hidden], normed by mlp_out. Then output = what the
+ * per-layer inputs add (struct inputs), before its norm; row r's input is at inputs + r * stride. gated: buffer [rows,
+ * numbers of an input]. */
 static void add_inputs(const struct shape *shape, const struct inputs *weights, long rows, const stored *inputs,
                        long stride, stored *hidden, const stored *mlp_out, stored *gated, stored *output,
                        uint64_t *gate_shares, uint64_t *projection_shares, long threads)
@@ -452,7 +457,7 @@ static void add_inputs(const struct shape *shape, const struct inputs *weights, 
     multiply(&weights->projection, rows, gated, output, projection_shares, threads);
 }
 
-/* Projected kernels of LANES channels from `first` on. */
+/* Projected kernels of LANES channels from `first` on; `group` channels share one of `groups`. */
 static inline lanes kernels_of(const stored *projected, long first, long group, long groups)
 {
     float kernel[LANES];
@@ -465,7 +470,7 @@ static inline lanes kernels_of(const stored *projected, long first, long group, 
 }
 
 /* x [tokens, hidden] -> out: for every token the sum over taps t of a kernel times the token t before it in its row.
- * side: 0 for what the sublayer reads, 1 for what it returns. projected: kernels [tokens, 2, taps, hidden / group]. */
+ * side: 0 for the sublayer's input, 1 for its output. projected: kernels [tokens, 2, taps, hidden / group]. */
 static void convolve(const struct shape *shape, const struct convolution *convolution, long side, long num_parts,
                      const struct part *parts, const stored *projected, const stored *x, stored *out)
 {
@@ -489,14 +494,16 @@ static void convolve(const struct shape *shape, const struct convolution *convol
             }
 }
 
-/* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
- * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. Buffers of the caller, wide enough for
- * all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens, queries, dim], output [tokens,
- * hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if experts are beside an MLP,
- * projected (see convolve) and convolved [tokens, hidden] with convolutions, scores (see attend), and of experts, if any.
- * The first layer's queries, keys and values are computed from `given`, or from normed hidden if that is NULL. inputs
- * [tokens, layers, numbers of an input]: of layers that have such. Returns 0, or -1, before anything is written, if a
- * slot or column is outside the cache. */
+/* Run all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
+ * features: see keep. shapes, rotaries [layers]; parts [layers] of num_parts each. The first layer's queries, keys and
+ * values are computed from `given`, or from normed hidden if that is NULL. inputs [tokens, layers, numbers of an
+ * input]: per-layer inputs, for layers that have them. Returns 0, or -1, before anything is written, if a slot or
+ * column is outside the cache.
+ *
+ * Buffers, large enough for all layers: x [tokens, hidden], heads [tokens, queries + made, dim], attended [tokens,
+ * queries, dim], output [tokens, hidden], gate_up [tokens, 2, inner], gated [tokens, inner], routed [tokens, hidden] if
+ * experts and an MLP run in parallel, projected (see convolve) and convolved [tokens, hidden] if there are
+ * convolutions, scores (see attend), and `buffers` if there are experts. */
 int run_layers(long num_layers, const struct shape *shapes, const struct layer *layers, const stored *last,
                const struct tokens *tokens, const struct rotary *rotaries, long num_parts,
                const struct part *const *parts, const stored *given, const stored *inputs, stored *hidden, stored *x,
@@ -523,7 +530,7 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
 #pragma omp parallel num_threads(threads)
     {
         const stored *delta_norm = NULL;
-        stored *delta = NULL; /* waits for the next norm */
+        stored *delta = NULL; /* added to hidden before the next norm */
         float scalar = 1;
         for (long i = 0; i < num_layers; i++) {
             const struct layer *layer = layers + i;
@@ -584,8 +591,9 @@ int run_layers(long num_layers, const struct shape *shapes, const struct layer *
     return 0;
 }
 
-/* Contexts x [tokens, hidden]: the product of features [tokens, inputs], normed by `norms` [hidden]; and every layer's
- * keys and values of them, stored. heads [tokens, made, dim] is a buffer. Returns as above. */
+/* x [tokens, hidden] = the product of features [tokens, inputs], normed by `norms` [hidden]: the draft's context.
+ * Stores each layer's keys and values of x in its cache. heads [tokens, made, dim] is a buffer. Returns as
+ * run_layers. */
 int project_layers(long num_layers, const struct shape *shapes, const struct layer *layers,
                    const struct tokens *tokens, const struct rotary *rotary, const struct linear *product,
                    const stored *norms, const stored *features, stored *x, stored *heads, int threads)
@@ -616,8 +624,8 @@ int project_layers(long num_layers, const struct shape *shapes, const struct lay
     return 0;
 }
 
-/* Attention of one layer alone: heads [tokens, queries + made, dim] -> attended [tokens, queries, dim], with the keys
- * and values stored in layer `layer` of the cache. Returns as above. */
+/* Attention of one layer: heads [tokens, queries + made, dim] -> attended [tokens, queries, dim]; stores their keys and
+ * values in layer `layer` of the cache. Returns as run_layers. */
 int attend_layer(const struct shape *shape, const struct tokens *tokens, const struct rotary *rotary, long layer,
                  long num_parts, const struct part *parts, stored *heads, float *scores, long room, stored *attended,
                  int threads)

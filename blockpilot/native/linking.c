@@ -1,4 +1,4 @@
-/* The best of a slot's choices after each token before it, as Edges.link of drafts/edges.py. */
+/* Best choices of a slot after each possible previous token, as Edges.link of drafts/edges.py. */
 #include <math.h>
 #include <stdint.h>
 
@@ -18,7 +18,7 @@ static float dot(long rank, const float *a, const float *b)
     return total;
 }
 
-/* Logarithm of the sum of exp(values) and exp(more). */
+/* log(sum(exp(values [num])) + exp(more)) */
 static float log_sum(long num, const float *values, float more)
 {
     float most = more, total = 0;
@@ -31,13 +31,15 @@ static float log_sum(long num, const float *values, float more)
     return most + logf(total + expf(more - most));
 }
 
-/* Choices tokens, log_probs and scores [num][width] of slots, and the tokens before them, `before` [num][contexts].
+/* Rerank the choices tokens, log_probs and scores [num][width] of slots after each previous token `before`
+ * [num][contexts].
  *
- * A score is raised by the inner product of the previous token's row of `predecessors` and the choice's row of
- * `successors` [vocab][rank], gated by `projection` [rank][inner] times the slot's hidden state [num][inner] if there
- * is one, and divided by the temperature [num]. With `is_whole`, tokens that are no choices keep their probability
- * mass. The `best` choices after each token before are written to found_tokens, found_log_probs and found_scores
- * [num][contexts][best], and their indices among the slot's choices to indices. */
+ * Adds to log_probs and scores the inner product of the previous token's row of `predecessors` and the choice's row of
+ * `successors` [vocab][rank], gated by `projection` [rank][inner] times the slot's hidden state [num][inner] (unless
+ * projection is NULL), and divided by the temperature [num]. Then normalises both over the choices; with `is_whole`,
+ * all other tokens together keep their probability mass. Writes the `best` choices after each previous token to
+ * found_tokens, found_log_probs and found_scores [num][contexts][best], and their indices among the slot's choices to
+ * indices. width is at most MOST_WIDTH, rank at most MOST_RANK. */
 void link_choices(long num, long contexts, long width, long rank, long inner, long best, const float *hidden,
                   const float *projection, const float *predecessors, const float *successors, const int64_t *before,
                   const float *temperatures, int is_whole, const int64_t *tokens, const float *log_probs,

@@ -2,7 +2,7 @@
 #include <stdint.h>
 
 enum { MOST_PLACES = 256, MOST_FOLLOWERS = 64, LONGEST = 32 }; /* of matching.py */
-static const double HELD_DECAY = 0.8; /* of matching.py; a step */
+static const double HELD_DECAY = 0.8; /* of matching.py; per step */
 
 static uint32_t bucket(int32_t first, int32_t second, int bits)
 {
@@ -10,11 +10,11 @@ static uint32_t bucket(int32_t first, int32_t second, int bits)
     return (uint32_t)(mixed >> (64 - bits));
 }
 
-/* Appends tokens [ends[r - 1] .. ends[r]) of `added` to texts[r] of R. A text has tokens and previous [room], heads
- * [1 << bits] and num[text] tokens so far: heads is the latest position in each bucket at which a pair of tokens ends,
- * previous the position before it in the same bucket; -1 for none. expected[text] is the first token that its latest
- * match predicted, -1 for none, and held[text] how often that was right lately. Returns 0, or before anything is
- * written the number of tokens of a text that has no room for them. */
+/* Append tokens [ends[r - 1] .. ends[r]) of `added` to text texts[r], for each row r. A text has tokens and previous
+ * [room], heads [1 << bits] and num[text] tokens so far: heads is the latest position in each bucket at which a pair of
+ * tokens ends, previous the position before it in the same bucket; -1 for none. expected[text] is the first token that
+ * its latest match predicted, -1 for none, and held[text] the moving average of how often that was right. Returns 0,
+ * or, before anything is written, the new length of a text if that exceeds room. */
 int extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *tokens, int32_t *previous,
                   int32_t *heads, int64_t *num, const int32_t *expected, double *held, const int32_t *added,
                   const int64_t *ends)
@@ -39,11 +39,11 @@ int extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *
     return 0;
 }
 
-/* For texts[r] of R: the longest match of its end (at most LONGEST tokens) among the latest MOST_PLACES earlier
- * occurrences of its last two tokens; of equal ones the latest. paths [R][most] are the tokens that followed; past the
- * text's end they repeat the path from its start. sizes[r] is `most`, or 0 without a match. known [R][3]: the length of
- * the match; the share of the latest seen[r] <= MOST_FOLLOWERS occurrences that the same token followed; and held.
- * Returns the number of matches. */
+/* Longest match of the end of each text texts[r] (at most LONGEST tokens) among the latest MOST_PLACES positions in the
+ * bucket of its last two tokens; of equal ones the latest. paths [rows][most] are the tokens that followed; past the
+ * text's end they repeat the path from its start. sizes[r] is `most`, or 0 without a match. known [rows][3]: the length
+ * of the match; the share of the latest seen[r] <= MOST_FOLLOWERS occurrences that have the same next token; and held.
+ * Sets expected. Returns the number of matches. */
 long match_texts(long rows, const int64_t *texts, long room, int bits, const int32_t *tokens, const int32_t *previous,
                  const int32_t *heads, const int64_t *num, int32_t *expected, const double *held, long most,
                  int32_t *paths, int64_t *sizes, double *known, int64_t *seen)

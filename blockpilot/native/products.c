@@ -1,7 +1,7 @@
-/* Linear products of a few rows, limited by the memory bandwidth of the weights. See products.py.
+/* Linear products of a few rows, limited by the memory bandwidth for the weights. See products.py.
  *
- * Batch invariant: an output is one sum over the inputs in their order, whatever the number of rows. A row gets the
- * same bits alone and among others, so a verified token equals that of plain decoding, also in bfloat16.
+ * Batch invariant: an output is one sum over the inputs in their order, regardless of the number of rows. A row gets
+ * the same bits alone and among others, so a verified token equals that of plain decoding, also in bfloat16.
  *
  * Weights are in panels of 16 outputs, [outputs / 16, units, 16], where a unit has 4 bytes: one input in float32, two
  * neighbouring ones in bfloat16, as the instructions for bfloat16 read them. The last panel may have fewer outputs;
@@ -11,7 +11,7 @@
 #include <stdlib.h>
 
 #ifdef __AVX512F__
-#define PANELS 4 /* multiplied side by side: with ROWS rows their sums fill the registers */
+#define PANELS 4 /* multiplied together: with ROWS rows their sums fill the registers */
 #else
 #define PANELS 1
 #endif
@@ -55,7 +55,7 @@ static inline lanes multiplied(lanes sum, bits weight, bits x)
 #endif
 }
 
-/* `num` inputs, a multiple of LANES, as they are multiplied; in `room` if that differs from how they are stored. */
+/* `num` inputs, a multiple of LANES, in the type of the products: converted in `room` if that differs from `stored`. */
 static const input *as_multiplied(const stored *x, long num, input *room)
 {
 #if PARTS > 1
@@ -69,8 +69,8 @@ static const input *as_multiplied(const stored *x, long num, input *room)
 #endif
 }
 
-/* Work stealing: panels that a thread takes at once from a product. A thread takes the units of its own share from the
- * front, then those of other shares from the back: some threads are slower, on cores shared with other programs. */
+/* Work stealing: a unit of work is this number of a product's panels. A thread takes units from the front of its share,
+ * then from the back of other shares: some threads are slower, on cores shared with other programs. */
 static long unit(void) { return has_tiles ? 2 : PANELS; }
 
 /* Take a unit from the front or the back of a share (its first unit and one past its last, 32 bits each); -1 if
@@ -106,7 +106,7 @@ void share_out(const struct linear *linear, long num, long threads, uint64_t *sh
         shares[i] = units * i / threads << 32 | units * (i + 1) / threads;
 }
 
-/* Adds a part of a unit to the sums of `num` rows and `vectors` of LANES outputs, constants after inlining. */
+/* Add a part of a unit to the sums of `num` rows and `vectors` of LANES outputs, constants after inlining. */
 static inline __attribute__((always_inline)) void add_part(
     const long num, const long vectors, const long part, long inputs, const input *x, const uint32_t *weights,
     long stride, lanes sum[ROWS][VECTORS])
@@ -124,7 +124,8 @@ static inline __attribute__((always_inline)) void add_part(
     }
 }
 
-/* A block; sums go to `out`, or in float32 to `floats` if that is not NULL. */
+/* Block of `num` rows and `vectors` of LANES outputs; sums go to `out`, or in float32 to `floats` if that is not NULL.
+ * Rows of both have `outputs` numbers. */
 static inline __attribute__((always_inline)) void block(
     const long num, const long vectors, long inputs, const input *x, const uint32_t *weights, const stored *bias,
     stored *out, float *floats, long outputs)
@@ -153,7 +154,7 @@ static inline __attribute__((always_inline)) void block(
 typedef void block_of(
     long inputs, const input *x, const uint32_t *weights, const stored *bias, stored *out, float *floats, long outputs);
 
-/* Blocks by their number of rows less one. Not inlined: GCC then keeps all sums in registers. */
+/* Blocks, indexed by their number of rows - 1. Not inlined: GCC then keeps all sums in registers. */
 #define BLOCK(name, num, vectors)                                                                                      \
     static __attribute__((noinline)) void name(                                                                        \
         long inputs, const input *x, const uint32_t *weights, const stored *bias, stored *out, float *floats,          \
@@ -169,7 +170,8 @@ BLOCKS(of_unit, VECTORS)
 BLOCKS(of_panel, PANEL / LANES)
 BLOCKS(of_few, 1)
 
-/* Blocks of about the same number of rows: those of one or two rows wait for their sums. */
+/* Rows of the next block, of `left` rows. Blocks have about equal sizes: those of one or two rows are limited by the
+ * latency of their sums. */
 static long rows_of_block(long left)
 {
     long num = (left + ROWS - 1) / ROWS;
@@ -186,7 +188,7 @@ static void blocks(
     }
 }
 
-/* The outputs of a last panel, fewer than PANEL. */
+/* Product of a last panel with fewer than PANEL outputs. */
 static void last_outputs(const struct linear *linear, long rows, const input *x, stored *out, long outputs)
 {
     float sums[ROWS * PANEL];
@@ -202,7 +204,7 @@ static void last_outputs(const struct linear *linear, long rows, const input *x,
     }
 }
 
-/* A thread's room for `num` inputs, kept for its next products; NULL if inputs are multiplied as they are stored. */
+/* A thread's buffer of `num` inputs, reused by its next products; NULL if inputs are multiplied as they are stored. */
 static input *room_for(long num)
 {
     static __thread input *room;
@@ -252,7 +254,7 @@ static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_
 }
 
 #ifdef TILES
-/* Prefetches the weights of the thread's next unit: tile loads alone do not use the full memory bandwidth. */
+/* Prefetch the weights of the thread's next unit: tile loads alone do not use the full memory bandwidth. */
 static void by_tiles(const struct batch *batches, uint64_t *shares, long threads)
 {
     long inputs = batches->linear->inputs, outputs = batches->linear->outputs, units = units_of(batches->linear);

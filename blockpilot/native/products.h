@@ -22,7 +22,7 @@ struct batch {
 
 static inline long panels_of(const struct linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
 
-/* The product of its outputs from `first` on, a multiple of PANEL. */
+/* `linear` restricted to its outputs from `first` on, a multiple of PANEL. */
 static inline struct linear from_output(struct linear linear, long first)
 {
     linear.outputs -= first;
@@ -31,11 +31,11 @@ static inline struct linear from_output(struct linear linear, long first)
     return linear;
 }
 
-/* Initial shares [threads] of the threads in `num` batches with weights of the same shape. */
+/* shares [threads] = initial shares of the threads in the work of `num` batches with weights of the same shape. */
 void share_out(const struct linear *linear, long num, long threads, uint64_t *shares);
 
-/* All threads of a parallel region call these together, with shares for this call only; `product` opens a region
- * itself. */
+/* x @ weights.T + bias -> out. All threads of a parallel region must call multiply and multiply_all, with shares for
+ * this call only; `product` opens a region itself. */
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads);
 void multiply_all(const struct batch *batches, uint64_t *shares, long threads);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
@@ -45,9 +45,9 @@ void product(const struct linear *linear, long rows, const stored *x, stored *ou
 /* 1 if this process multiplies with tiles. */
 int uses_tiles(void);
 
-/* Only with tiles: attention weights ("chances") [columns, queries], queries FEW or PANEL, rounded to `stored`, times
- * values [columns, dim] -> sums [queries, dim], over the first whole[q] columns of query q, a multiple of STRETCH, at
- * most `columns`. room: buffer of columns * queries numbers. */
+/* Only if uses_tiles(): attention weights ("chances") [columns, queries], queries FEW or PANEL, rounded to `stored`,
+ * times values [columns, dim] -> sums [queries, dim], over the first whole[q] columns of query q, a multiple of
+ * STRETCH, at most `columns`. room: buffer of columns * queries numbers. */
 void weigh(long columns, long queries, long dim, const float *chances, const long *whole, const stored *values,
            stored *room, float *sums);
 

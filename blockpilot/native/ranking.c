@@ -1,6 +1,6 @@
 /* Ranking of rows of logits, as in sampling.py: greedy, or by the exponential race of a temperature and a key.
  *
- * One or two passes over a row: vectors of logits that cannot come among the first are skipped. Ties go to the lower
+ * One or two passes over a row: vectors of logits that cannot rank among the best are skipped. Ties go to the lower
  * token.
  */
 #include "lanes.h"
@@ -8,14 +8,14 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#define ARRIVALS 256 /* NUM_ARRIVALS of sampling.py: every drawn text depends on it */
-#define ROUNDING 1e-3 /* of float32 scores' rounding error, with a wide margin; race() adds 1e-6 of the largest */
+#define ARRIVALS 256 /* NUM_ARRIVALS of sampling.py: every sampled text depends on it */
+#define ROUNDING 1e-3 /* bound of float32 scores' rounding error, with a wide margin; race() adds 1e-6 * |top| */
 #define LARGEST 1e30f
 #define BINS 2048 /* of scores, by their distance from the best */
-#define SPAN 32.0f /* of the distances; scores further away are in the last bin */
+#define SPAN 32.0f /* range of the distances; scores further away are in the last bin */
 
-/* The vocabulary, and the tokens that a row has logits of: ids [size], ascending, and the index of every token
- * [vocabulary] among them, indices, -1 for none. NULL: all tokens. */
+/* Size of the vocabulary, and the tokens that rows have logits of: ids [size], ascending, and indices [vocabulary], the
+ * index of each token in ids, -1 if it is not there. Both NULL: all tokens. */
 struct subset {
     long vocabulary;
     const int64_t *ids;
@@ -28,14 +28,14 @@ static inline long place_of(const struct subset *subset, int64_t token)
     return subset->indices ? subset->indices[token] : token;
 }
 
-/* The best `num` tokens so far, best first; `found` of them are set. */
+/* Best tokens so far, best first: `found` of at most `num`. */
 struct ranking {
     long num, found;
     int64_t *tokens;
     double *values;
 };
 
-/* The value to exceed in order to enter the ranking. */
+/* Value that a token must exceed to enter the ranking. */
 static double bound(const struct ranking *ranking)
 {
     return ranking->found < ranking->num ? -INFINITY : ranking->values[ranking->num - 1];
@@ -96,7 +96,7 @@ static inline lanes vector(const stored *row, long size, long i)
     return found;
 }
 
-/* The largest number of a row; NaN if any is NaN. */
+/* Largest number of a row; NaN if any is NaN. */
 static float largest(const stored *row, long size)
 {
     lanes top = {0};
@@ -131,11 +131,11 @@ struct bins {
     long count[BINS];
     double mass[BINS]; /* sums of e^(score - best) */
     const stored *row;
-    long size, above; /* scores in the bins before `bin` */
+    long size, above; /* above: number of scores in the bins before `bin` */
     float top, temperature;
     double mass_above;
     int bin;
-    float *members; /* logits of `bin`, the best first */
+    float *members; /* logits of `bin`, best first */
 };
 
 static inline lanes bin_of(lanes x, float top, float temperature)
@@ -199,7 +199,7 @@ static long count_from(const stored *row, long size, float floor)
     return found;
 }
 
-/* The least logit of a row that top_k and then top_p include; ties with it are included. */
+/* Smallest logit of a row that top_k and then top_p include; ties with it are included. */
 static float least_kept(const stored *row, long size, float top, float temperature, long top_k, double top_p)
 {
     struct bins bins = {.row = row, .size = size, .top = top, .temperature = temperature};
@@ -233,8 +233,8 @@ static float least_kept(const stored *row, long size, float top, float temperatu
 
 /* --- the race --- */
 
-/* The exponential race over logits of at least `least`: the first arrivals one by one, then all other tokens whose
- * score is high enough to come among the first. */
+/* Exponential race over logits of at least `least`: the first arrivals one by one, then all other tokens whose score is
+ * high enough to rank among the best. */
 static void race(const stored *row, long size, const struct subset *subset, float top, float temperature, float least,
                  uint64_t key, struct ranking *ranking)
 {
@@ -278,8 +278,9 @@ static double log_total(const stored *row, long size, float top, float temperatu
  * the best tokens of each row and their values [rows, num], as in `sampling.race`.
  *
  * limits [rows, 3]: temperature, top_p and log_min_p; temperature 0 is greedy, without limits. draws [rows, 2]: top_k
- * and seed; a row's key is a hash of its seed and position. With log_probs [rows, num], values are normalised over the
- * row, too. In broken rows, and beyond the tokens that can be drawn, values are -INFINITY and tokens arbitrary. room
+ * and seed; a row's key is a hash of its seed and position. If log_probs [rows, num] is not NULL, it is written, and
+ * values are normalised over the row, too. broken [rows] is 1 if a row's largest logit is NaN, not finite or beyond
+ * LARGEST. In broken rows, and beyond the tokens that can be sampled, values are -INFINITY and tokens arbitrary. room
  * [rows, num] is a buffer. */
 void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *indices, const stored *logits,
                const double *limits, const int64_t *draws, const int64_t *positions, long num, int64_t *tokens,
@@ -295,7 +296,7 @@ void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const 
         float top = largest(row, size), temperature = is_drawn ? limits[3 * i] : 1, least = -INFINITY;
         broken[i] = !(fabsf(top) < LARGEST);
         if (!broken[i] && is_drawn && (most < size || top_p < 1 || log_min_p > -INFINITY)) {
-            if (log_min_p > -INFINITY) { /* min_p includes a number of best tokens, as top_k does */
+            if (log_min_p > -INFINITY) { /* min_p includes the `left` best tokens, as a top_k does */
                 long left = count_from(row, size, top + temperature * log_min_p);
                 most = left < most ? left : most;
             }

@@ -1,4 +1,4 @@
-/* Products by tiles of 16 rows by 64 bytes (Intel's AMX): tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
+/* Products by tiles of 16 rows of 64 bytes (Intel AMX): tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
 #include "tiles.h"
 
 #ifdef TILES
@@ -7,8 +7,8 @@
 
 int has_tiles;
 
-/* Compiler barrier: GCC does not know that tile instructions read memory, and might move the stores of their operands
- * after them, or drop these. */
+/* Compiler barrier: GCC does not know that tile instructions read memory, and might drop the stores of their operands
+ * or move them after the instructions. */
 static inline void stored_by_now(const void *read) { __asm__ volatile("" : : "r"(read) : "memory"); }
 
 /* Ask the system for permission to use tiles. */
@@ -101,7 +101,7 @@ void sums_by_tiles(long rows, long inputs, const stored *x, const uint32_t *pane
     _tile_release();
 }
 
-/* Transpose 16 vectors of 16 units. */
+/* Transpose 16 vectors of 16 units in place. */
 static void transpose(__m512i x[16])
 {
     __m512i y[16];
@@ -128,7 +128,7 @@ static inline __m512i both_narrowed(const float *low, const float *high)
     return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low));
 }
 
-/* A stretch of attention weights [STRETCH, queries] -> [queries, STRETCH], as tiles read rows of x. */
+/* Stretch of attention weights [STRETCH, queries] -> rows [queries, STRETCH] in bfloat16, as tiles read rows of x. */
 static void tile_of_chances(long queries, const float *chances, __m512i *rows)
 {
     const __m512i in_pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -142,7 +142,7 @@ static void tile_of_chances(long queries, const float *chances, __m512i *rows)
     const __m512i first_two = _mm512_set_epi16(61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52,
                                                48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
     const __m512i last_two = _mm512_add_epi16(first_two, _mm512_set1_epi16(2));
-    __m512i eights[4], twos[2][2]; /* of columns, and of queries by half of the columns */
+    __m512i eights[4], twos[2][2]; /* eights of columns; twos of queries, by half of the columns */
     for (long i = 0; i < 4; i++, chances += 8 * FEW)
         eights[i] = both_narrowed(chances, chances + 4 * FEW);
     for (long half = 0; half < 2; half++) {
@@ -155,7 +155,7 @@ static void tile_of_chances(long queries, const float *chances, __m512i *rows)
     }
 }
 
-/* `panels` panels of 16 from a stretch of values [STRETCH, dim] -> weights as tiles read them, two columns a unit. */
+/* First `panels` panels of values [STRETCH, dim], a stretch -> weights as tiles read them, two columns per unit. */
 static void tiles_of_values(long panels, long dim, const stored *values, __m512i tiles[4][16])
 {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,

@@ -9,7 +9,7 @@ extern int has_tiles; /* 1 if the system lets this process use tiles */
 void shape_tiles(long upper, long lower, long outputs);
 
 /* `upper` rows and `lower` rows below them, 0 to 16, times the first 2 panels of `linear`: every loaded tile is
- * multiplied twice. `next`: as many weights to prefetch, or NULL. Rows of `out` have `outputs` numbers. */
+ * multiplied twice. `next`: weights of the same size to prefetch, or NULL. Rows of `out` have `outputs` numbers. */
 void block_of_tiles(long upper, long lower, const struct linear *linear, const stored *x, const uint32_t *next,
                     stored *out, long outputs);
 

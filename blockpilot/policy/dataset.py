@@ -1,4 +1,4 @@
-"""Training examples of policies, made of a sweep's rows: an Arrow file of examples and an index of the rows.
+"""Training examples of policies, made from a sweep's rows: an Arrow file of examples and an index of the rows.
 
 Kind `prompt` has one example per row: the distribution after the prompt, and tau of every candidate. Kind `step` has
 one per recorded step of a row: the choices that the draft proposed, and which of them was right. Examples are written
@@ -43,7 +43,7 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """A selection of the N examples of kind `prompt`; `index` [E] int64 selects them."""
+    """Selection of E of the N examples of kind `prompt`, by `index` [E] int64."""
 
     index: Tensor
     rows: Tensor
@@ -97,7 +97,7 @@ def _matching_rows(rows: Tensor, chosen: Callable[[int], bool]) -> Tensor:
 
 
 def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int]) -> Index:
-    """Write the examples of kind `prompt`, and last the index.
+    """Write the examples of kind `prompt`, then the index.
 
     `candidates` must be among the candidates of every row; 1 is always allowed, with tau 1.
     """
@@ -105,7 +105,7 @@ def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates
 
 
 def write_steps(folder: Path, parts: Iterable[Sequence[SweepRow]]) -> Index:
-    """Write the examples of kind `step`, and last the index.
+    """Write the examples of kind `step`, then the index.
 
     Raises ValueError if the rows' drafts have different numbers of slots, or if no row has recorded choices.
     """
@@ -147,7 +147,7 @@ def _write(
     return index
 
 
-_WIDTH_COLUMN: dict[Kind, str] = {"prompt": "taus", "step": "ranks"}  # whose list size is `Index.width`
+_WIDTH_COLUMN: dict[Kind, str] = {"prompt": "taus", "step": "ranks"}  # its list size is `Index.width`
 
 
 def _check_width(widths: set[int]) -> None:
@@ -274,7 +274,7 @@ def split_steps(folder: Path, held_out: float, seed: int) -> tuple[Proposed, Pro
 
 
 def _held_out(folder: Path, held_out: float, seed: int) -> list[bool]:
-    """For every row of the sweep, whether its prompt is held out."""
+    """Flag of every row of the sweep: True if its prompt is held out."""
     prompts = read_index(folder).prompts
     held = held_out_prompts(prompts, held_out, seed)
     return [prompt in held for prompt in prompts]
@@ -282,9 +282,9 @@ def _held_out(folder: Path, held_out: float, seed: int) -> list[bool]:
 
 def held_out_prompts(keys: Collection[str], held_out: float, seed: int) -> set[str]:
     """Keys of the held-out prompts: at least one, and not all. Raises ValueError for fewer than two keys."""
-    # Unlike prompts.files.split, which decides for each prompt alone and may hold out none or all, this holds out an
-    # exact number of prompts. Committed policies were validated on this selection.
+    # prompts.files.split decides for each prompt independently and may hold out none or all. This holds out an exact
+    # number of prompts. Committed policies were validated on this selection.
     prompts = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
     if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} different prompts: at least 2 are needed to hold some back")
+        raise ValueError(f"{len(prompts)} different prompts: at least 2 are needed to hold some out")
     return set(prompts[: min(max(1, round(held_out * len(prompts))), len(prompts) - 1)])

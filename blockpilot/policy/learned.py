@@ -109,7 +109,7 @@ class PromptPolicy:
         return self.candidates[int(outputs[0].argmax())]
 
     def check(self, pair: Pair) -> None:
-        """Raise ValueError for another pair than the trained one, or for a candidate above MAX_BLOCK_SIZE."""
+        """Raise ValueError for a pair other than the trained one, or for a candidate above MAX_BLOCK_SIZE."""
         if self.candidates[-1] > MAX_BLOCK_SIZE:
             raise ValueError(f"policy with block size {self.candidates[-1]}: must be at most {MAX_BLOCK_SIZE}")
         _check_made_for(self.info, pair)
@@ -117,7 +117,7 @@ class PromptPolicy:
 
 @dataclass(frozen=True, eq=False)
 class StepPolicy(Prior):
-    """A trained prior. `price` is the step cost measured beside its sweep, None if not measured."""
+    """A trained prior. `price` is the step cost measured together with its sweep, None if not measured."""
 
     info: StepInfo
     price: StepPrice | None = None
@@ -129,7 +129,7 @@ class StepPolicy(Prior):
             raise ValueError("weights: must be finite")
 
     def check(self, pair: Pair) -> None:
-        """Raise ValueError for another pair than the trained one."""
+        """Raise ValueError for a pair other than the trained one."""
         _check_made_for(self.info, pair)
 
 

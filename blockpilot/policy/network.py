@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-TILE = 64  # token ids whose largest probability is compared first
+TILE = 64  # token ids per tile; a tile's largest probability is compared first
 MAX_SIZE = 2**24  # of any dimension of a network
 
 
 class SparseProbs(NamedTuple):
-    """A batch of B thresholded distributions, one after the other."""
+    """Batch of B thresholded distributions, concatenated."""
 
     ids: Tensor
     """[N] int64 token ids."""
@@ -37,7 +37,7 @@ class SparseProbs(NamedTuple):
 def sparse_probs(probs: Tensor, threshold: float) -> SparseProbs:
     """The entries of one distribution [V] that are at least `threshold`, as a batch of one.
 
-    A first pass over the maxima of tiles leaves out most of the vocabulary.
+    A first pass over the maxima of tiles excludes most of the vocabulary.
     """
     padding = -len(probs) % TILE
     tiles = (functional.pad(probs, (0, padding)) if padding else probs).view(-1, TILE)
@@ -95,10 +95,10 @@ class PolicyNetwork(nn.Module):
 
 
 class Layers(NamedTuple):
-    """A network's tensors, since the look-ups of a torch module take as long as a small step computes."""
+    """A network's tensors as a tuple: attribute look-ups in a torch module take as long as a small step."""
 
     row_of_id: Tensor
-    """[vocabulary] int32: the row of `first` of each token id, -1 for none."""
+    """[vocabulary] int32: the row of `first` of each token id, -1 if it has none."""
     first: Tensor
     """[S, hidden]"""
     first_bias: Tensor

@@ -1,7 +1,7 @@
-"""Look-up diagnostic of a policy of kind `prompt`: its rate by the recorded outcomes of validation prompts.
+"""Look-up diagnostic of a policy of kind `prompt`: its rate on the recorded outcomes of validation prompts.
 
-Never a result: nothing is decoded, and early stopping has used the same prompts. The evaluation on held-out prompts
-decides.
+This is not a result to report: nothing is decoded, and early stopping has used the same prompts. The evaluation on
+held-out prompts decides.
 """
 
 import math
@@ -26,7 +26,7 @@ class LookupReport(NamedTuple):
     policy: float
     best_fixed: float
     random: float
-    """Rate of candidates drawn at random, once per example."""
+    """Rate of candidates chosen at random, once per example."""
     oracle: float
     """The largest possible rate, with hindsight."""
     best_fixed_block_size: int
@@ -44,7 +44,7 @@ class LookupReport(NamedTuple):
 
 
 def lookup_report(network: PolicyNetwork, task: FitTask, train: Examples, validation: Examples) -> LookupReport:
-    """Rates of the policy and of the alternatives on the validation prompts, of which two or more are needed."""
+    """Rates of the policy and of the alternatives on the validation prompts; needs at least two."""
     task = task.to(torch.device("cpu"))
     best_block_size = potential(task.table(train.taus), task.candidates).best_fixed
     table, fixed = task.table(validation.taus), np.full(len(validation), task.candidates.index(best_block_size))

@@ -1,7 +1,7 @@
 """Fit of the acceptance model's prior to the outcomes that a sweep has recorded.
 
-The acceptance model (`control/acceptance.py`) learns while it decodes. A prior lets it begin with the weights that it
-would converge to: their regularised maximum likelihood, over the same features.
+The acceptance model (`control/acceptance.py`) learns while it decodes. A prior starts it from the weights that it
+would converge to: the regularised maximum-likelihood weights for the same features.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ CHUNK = 65_536  # slots whose features are in memory at once
 class Proposed(NamedTuple):
     """E steps of a draft with k choices for each of D slots, and which choices were right.
 
-    ranks [E, D] int8: index of the right choice, -1 for none of the k, -2 for unknown; slots after a negative rank
-    were never reached. scores and log_probs [E, D, k]. drawn [E] bool: True where tokens are drawn (temperature > 0).
+    ranks [E, D] int8: index of the right choice, -1 if none of the k is right, -2 if unknown; slots after a negative
+    rank were never reached. scores and log_probs [E, D, k]. drawn [E] bool: True if tokens are sampled (T > 0).
     """
 
     ranks: Tensor
@@ -49,7 +49,7 @@ class Outcomes(NamedTuple):
     candidates: Candidates
     depths: Tensor
     num_passed: Tensor
-    """Right choices before the slot that were not the first of their slot."""
+    """Number of right choices before the slot that were not the first choice of their slot."""
     ranks: Tensor
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ def outcomes_of(steps: Proposed) -> Outcomes:
 def fit_prior(outcomes: Outcomes, decay: float = DECAY) -> Prior:
     """The prior that minimises the mean cross entropy over choices plus `decay` times its squared weights.
 
-    The weights for drawn slots, or for greedy ones, are 0 without outcomes of that kind.
+    The weights for sampled slots, or for greedy slots, are 0 if there are no outcomes of that kind.
     """
     return Prior(np.stack([_minimise(outcomes, kind, decay) for kind in (0, 1)]))
 
@@ -96,7 +96,7 @@ def losses(prior: Prior, outcomes: Outcomes) -> Losses:
     return Losses(trained, own)
 
 
-# --- slots of one kind: 0 greedy, 1 drawn ---
+# --- slots of one kind: 0 greedy, 1 sampled ---
 
 
 class _Chunk(NamedTuple):
@@ -116,7 +116,7 @@ class _Slope(NamedTuple):
 
 
 def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
-    """Weights [NUM_WEIGHTS] of the least loss: Newton's method with backtracking line search."""
+    """Weights [NUM_WEIGHTS] that minimise the loss, by Newton's method with backtracking line search."""
     weights = np.zeros(NUM_WEIGHTS)
     slope = _slope(outcomes, kind, weights, decay)
     for _ in range(MAX_ITERATIONS):
@@ -127,7 +127,7 @@ def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
             next_slope = _slope(outcomes, kind, weights - share * step, decay)
             if next_slope.loss <= slope.loss - 0.25 * share * gain:
                 break
-        else:  # no step lowers the loss any more: rounding
+        else:  # because of rounding, no step lowers the loss any more
             break
         weights, slope = weights - share * step, next_slope
         if gain < TOLERANCE:
@@ -136,7 +136,7 @@ def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
 
 
 def _slope(outcomes: Outcomes, kind: int, weights: Array, decay: float) -> _Slope:
-    """Slope of the loss of one kind's choices over the number of all choices, plus the decay."""
+    """Loss of one kind's choices, divided by the number of all choices, plus the decay; with its derivatives."""
     num_choices = max(1, outcomes.candidates.scores.numel())
     loss, gradient = decay * float(weights @ weights), 2 * decay * weights
     hessian = 2 * decay * np.eye(NUM_WEIGHTS)
@@ -164,7 +164,7 @@ def _cross_entropy(logits: Array, right: Array) -> Array:
 
 
 def _chunks(outcomes: Outcomes, kind: int) -> Iterator[_Chunk]:
-    """The choices of drawn slots (kind 1) or greedy ones (kind 0), CHUNK slots at a time."""
+    """Choices of sampled slots (kind 1) or greedy slots (kind 0), CHUNK slots at a time."""
     candidates = outcomes.candidates
     for index in (candidates.drawn.long() == kind).nonzero()[:, 0].split(CHUNK):
         scores, log_probs, drawn = (

@@ -1,7 +1,7 @@
-"""Reliability diagram of acceptance probabilities: nodes of draft trees by decile, and the share accepted in each.
+"""Reliability diagram of acceptance probabilities: nodes of draft trees in ten bins, and the share accepted in each.
 
-Trees are selected by the products of their choices' probabilities, so these products must be calibrated, not only
-single choices.
+Nodes are selected by the products of their choices' probabilities, so these products must be calibrated, not only the
+probabilities of single choices.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NUM_BINS = 10
 
 
 class Bin(NamedTuple):
-    """Nodes whose acceptance probabilities lie in the same decile."""
+    """Nodes with acceptance probabilities in the same interval of width 1 / NUM_BINS."""
 
     num_nodes: int
     expected: float
@@ -32,7 +32,7 @@ class Bin(NamedTuple):
 
 
 def reliability(prior: Prior | None, steps: Proposed) -> list[Bin]:
-    """Non-empty bins of trees grown by a prior that does not learn, or by the draft's own probabilities if None."""
+    """Non-empty bins of trees grown with a fixed prior, or with the draft's own probabilities if `prior` is None."""
     num_steps, depth, num_choices = steps.scores.shape
     probs = _probs(prior, steps)
     probs_by_step = probs.reshape(len(probs), num_steps, depth, num_choices).swapaxes(0, 1).tolist()

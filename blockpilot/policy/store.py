@@ -1,6 +1,6 @@
 """Policies as directories: `policy.json`, `policy.safetensors` (kind `prompt`), `price.json` (step cost, if any).
 
-A server needs the directory only, and no training code. Nothing is unpickled.
+A server needs only the directory, no training code. Nothing is unpickled.
 """
 
 import json
@@ -68,7 +68,7 @@ def _prompt_fields(info: PromptInfo) -> Fields:
 
 
 def _step_fields(policy: StepPolicy) -> Fields:
-    """Vocabulary size, and each weight by name as [value for greedy slots, value for drawn slots]."""
+    """Vocabulary size, and each weight by name as [value for greedy slots, value for sampled slots]."""
     weights = dict(zip(WEIGHT_NAMES, policy.weights.T.tolist(), strict=True))
     return {"vocab_size": policy.info.vocab_size, "weights": weights}
 
@@ -93,7 +93,7 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
 
 
 def load_step_policy(directory: str | Path) -> StepPolicy:
-    """As `load_policy`; raises ValueError for a policy of kind prompt, too."""
+    """Load a policy of kind `step`; raises ValueError as `load_policy` does, and for kind `prompt`."""
     if not isinstance(policy := load_policy(directory), StepPolicy):
         raise ValueError(f"policy {directory}: of kind prompt; must be of kind step")
     return policy
@@ -102,7 +102,7 @@ def load_step_policy(directory: str | Path) -> StepPolicy:
 def _check_shared(path: Path, fields: Fields) -> tuple[Kind, PairId, Mapping[str, Scalar]]:
     """The fields that both kinds have. Raises ValueError for another format, and for unknown or missing fields."""
     if (version := fields.get("format")) != FORMAT:
-        raise ValueError(f"{path}: format {version!r}, this version reads {FORMAT}: train anew with jobs/train.py")
+        raise ValueError(f"{path}: format {version!r}, this version reads {FORMAT}: retrain with jobs/train.py")
     kind: Kind
     if (kind := fields.get("kind")) not in get_args(Kind):  # type: ignore[assignment]
         raise ValueError(f"{path}: field 'kind' must be one of {', '.join(get_args(Kind))}, got {kind!r}")

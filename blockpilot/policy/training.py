@@ -4,7 +4,7 @@ The network learns the best block size, by tau or by tau over step cost, with th
 section 3). Kind `step` has no network; `outcomes.py` fits it directly.
 
 `Fit` is a resumable loop of epochs. For data parallelism the caller wraps the network and passes its rank and a
-function that sums over ranks. Metrics are sums and totals, divided once.
+function that sums over ranks. Metrics are summed over batches and ranks, then divided once.
 
 The paper trains 100 epochs of Adam at a constant learning rate of 1e-5 on tens of thousands of prompts.
 """
@@ -33,7 +33,7 @@ class FitSettings:
     """Settings of a policy's training. All but kind and seed apply to kind `prompt` only."""
 
     kind: Kind = "step"
-    """step: a prior of the acceptance model, which chooses anew at every step (needs a dense sweep). prompt: the
+    """step: a prior of the acceptance model, which chooses again at every step (needs a dense sweep). prompt: the
     paper's network, which chooses one block size per answer from the distribution after the prompt."""
     hidden: int = 256
     """Width of the network."""
@@ -52,8 +52,8 @@ class FitSettings:
     weight_decay: float = 0.05
     """Weight decay of AdamW; 0 is Adam."""
     patience: int | None = None
-    """Early stopping: end after so many epochs without a lower validation loss and keep the best epoch. None: run all
-    epochs and keep the last."""
+    """Early stopping: end after this many epochs without a lower validation loss and keep the best epoch. None: run
+    all epochs and keep the last."""
     max_support: int = 3072
     """Maximum number of token ids in the first layer: those with the most probability mass."""
 
@@ -138,7 +138,7 @@ def batches(
 
 
 class EpochSums(NamedTuple):
-    """Totals over rows: add those of batches and ranks, divide once."""
+    """Sums over rows: add those of batches and ranks, then divide once."""
 
     loss: float
     num_correct: float

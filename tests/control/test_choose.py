@@ -57,13 +57,13 @@ class SlowStep(NamedTuple):
     launch_s: float
 
 
-def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: StepPrice, beside: Load) -> SlowStep:
+def slow_step(depth: int, tokens: float, nodes: float, num_rows: int, price: StepPrice, other_load: Load) -> SlowStep:
     """Step of rows that draft to this depth, which adds these tokens and nodes."""
-    rows, verified = beside.rows + num_rows, beside.num_verified + nodes
-    launched = beside.num_passes if beside.num_drafted else 0
+    rows, verified = other_load.rows + num_rows, other_load.num_verified + nodes
+    launched = other_load.num_passes if other_load.num_drafted else 0
     num_passes = depth if price.is_sequential else int(depth > 0)
     seconds = price.base_s + rows * price.row_s + launched * price.launch_s + verified * price.token_s
-    seconds += (beside.num_drafted + num_rows * depth) * price.slot_s
+    seconds += (other_load.num_drafted + num_rows * depth) * price.slot_s
     beyond = max(0, rows + verified - price.tile) / price.next_tile
     seconds += (beyond if price.next_tile == 1 else math.ceil(beyond)) * price.tile_s
     seconds += (1 - (1 - price.expert_share) ** (rows + verified)) * price.experts_s
@@ -76,31 +76,31 @@ nodes_of = st.lists(st.tuples(chances, st.floats(0, 9)), min_size=2, max_size=5)
 @settings(deadline=None, max_examples=300)
 @given(st.lists(nodes_of, min_size=1, max_size=2), st.integers(1, 3), prices, loads)
 def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
-    by_threshold: list[list[tuple[float, float]]], num_rows: int, price: StepPrice, beside: Load
+    by_threshold: list[list[tuple[float, float]]], num_rows: int, price: StepPrice, other_load: Load
 ) -> None:
     """Brute force over depths, thresholds of nodes, and numbers of nodes that fill a tile; depth 0 needs no draft.
 
     Each threshold has some more nodes than the one above it, which are accepted with some probability.
     """
     size = min(map(len, by_threshold))
-    more = np.array([of_depths[:size] for of_depths in by_threshold]).transpose(2, 1, 0)
+    more = np.array([depth_nodes[:size] for depth_nodes in by_threshold]).transpose(2, 1, 0)
     more[0] *= more[1]
     values = more[..., ::-1].cumsum(axis=-1)[..., ::-1]
-    plan = plan_rows(Expected(np.zeros(len(by_threshold)), *values), num_rows, price, beside)
+    plan = plan_rows(Expected(np.zeros(len(by_threshold)), *values), num_rows, price, other_load)
     steps = list[list[SlowStep]]()
     for depth in range(size):
         tokens, nodes = num_rows * values[:, : depth + 1].sum(axis=1)
-        before = beside.num_tokens + num_rows
+        before = other_load.num_tokens + num_rows
         ends = np.arange(price.tile, before + nodes[0] + 1, price.next_tile) if price.tile_s else np.zeros(0)
         fills = ends[(ends > before) & (ends < before + nodes[0])] - before
         filled = np.interp(fills, [0, *nodes[::-1]], [0, *tokens[::-1]])
         points = [*zip(tokens.tolist(), nodes.tolist(), strict=True), *zip(filled, fills.tolist(), strict=True)]
-        steps.append([slow_step(depth, *point, num_rows, price, beside) for point in points])
-    rows, plain_s = beside.rows + num_rows, slow_step(0, 0, 0, num_rows, price, beside).seconds
-    rates = [(rows + step.tokens) / (step.seconds + step.launch_s) for of_depth in steps for step in of_depth]
+        steps.append([slow_step(depth, *point, num_rows, price, other_load) for point in points])
+    rows, plain_s = other_load.rows + num_rows, slow_step(0, 0, 0, num_rows, price, other_load).seconds
+    rates = [(rows + step.tokens) / (step.seconds + step.launch_s) for depth_steps in steps for step in depth_steps]
     rate = max(rows / plain_s, *rates)
     assert plan.rate == pytest.approx(rate, rel=1e-9)
-    saved = [max(step.tokens / rate - step.seconds for step in of_depth) for of_depth in steps]
+    saved = [max(step.tokens / rate - step.seconds for step in depth_steps) for depth_steps in steps]
     undrafted = max(saved[0], -plain_s)
     assert plan.saved_s.tolist() == pytest.approx([(s - undrafted) / num_rows for s in saved], rel=1e-6, abs=1e-9)
 
@@ -111,26 +111,26 @@ def test_a_plan_has_the_highest_rate_and_what_each_depth_saves_by_it(
     loads,
 )
 def test_the_depths_save_the_most_seconds(
-    rows: list[tuple[list[float], int]], price: StepPrice, beside: Load
+    rows: list[tuple[list[float], int]], price: StepPrice, other_load: Load
 ) -> None:
     """Brute force over the depths that rows may draft; if no draft saves any seconds, one row may still try one."""
-    saved_s, most = np.array([[0.2, *of_row] for of_row, _ in rows]) - 0.2, [deepest for _, deepest in rows]
-    launched = beside.num_passes if beside.num_drafted else 0
+    saved_s, most = np.array([[0.2, *row_saved_s] for row_saved_s, _ in rows]) - 0.2, [deepest for _, deepest in rows]
+    launched = other_load.num_passes if other_load.num_drafted else 0
 
     def saved(depths: Sequence[int]) -> float:
         num_passes = passes(depths, price.is_sequential) if any(depths) else 0
         launch_s = price.launch_s * max(0, num_passes - launched)
-        return sum(float(of_row[depth]) for of_row, depth in zip(saved_s, depths, strict=True)) - launch_s
+        return sum(float(row_saved_s[depth]) for row_saved_s, depth in zip(saved_s, depths, strict=True)) - launch_s
 
     plans = RowPlan(np.ones(len(rows)), saved_s)
-    drafting = best_drafting(plans, np.arange(len(rows)), np.array(most), price, beside)
+    drafting = best_drafting(plans, np.arange(len(rows)), np.array(most), price, other_load)
     every = [depths for depths in product(*(range(m + 1) for m in most)) if any(depths)]
     assert drafting.depths.any() == bool(every)
     if every:
         best = max(map(saved, every))
         assert max(drafting.saved_s, 0.0) == pytest.approx(max(best, 0.0), abs=1e-9)
         assert drafting.saved_s == pytest.approx(saved(drafting.depths.tolist()), abs=1e-9)
-        assert drafting.saved_s <= -least_cost_s(plans, len(rows), price, beside) + 1e-9
+        assert drafting.saved_s <= -least_cost_s(plans, len(rows), price, other_load) + 1e-9
     assert (drafting.depths <= most).all()
 
 
@@ -142,12 +142,12 @@ def test_no_token_costs_less_than_the_least(price: StepPrice, load: Load) -> Non
         assert steps_s == pytest.approx(least_s)
 
 
-def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:
+def choose(reaches: Sequence[Sequence[float]], price: StepPrice, other_load: Load = ALONE) -> list[int]:
     """Depths of rows, each of a separate kind, which add one node of probability `reaches` at each depth."""
     sums = np.array([[0.0, *reach] for reach in reaches])[..., None]
-    plans = plan_rows(Expected(np.zeros(1), sums, (sums > 0).astype(float)), len(reaches), price, beside)
+    plans = plan_rows(Expected(np.zeros(1), sums, (sums > 0).astype(float)), len(reaches), price, other_load)
     most = np.full(len(reaches), sums.shape[1] - 1)
-    drafting = best_drafting(plans, np.arange(len(reaches)), most, price, beside)
+    drafting = best_drafting(plans, np.arange(len(reaches)), most, price, other_load)
     depths: list[int] = drafting.depths.tolist()
     return depths if drafting.saved_s > 0 else [0] * len(reaches)
 
@@ -177,8 +177,8 @@ def test_a_sequential_draft_goes_no_deeper_than_all_rows_together_pay_for() -> N
 def test_load_fades_speculation_out() -> None:
     """Depth falls with the number of rows: a token costs the same, but they share the time that it saves."""
     depths = [set(choose([(0.9, 0.6, 0.4, 0.25)] * rows, linear_price(0.12))) for rows in range(1, 13)]
-    assert all(len(of_load) == 1 for of_load in depths)
-    deepest = [max(of_load) for of_load in depths]
+    assert all(len(row_depths) == 1 for row_depths in depths)
+    deepest = [max(row_depths) for row_depths in depths]
     assert deepest == sorted(deepest, reverse=True)
     assert (deepest[0], deepest[-1]) == (3, 0)
 
@@ -193,33 +193,33 @@ def test_equals_take_the_shallowest() -> None:
 
 @given(st.lists(st.tuples(falling, st.floats(0.1, 3)), min_size=1, max_size=6), prices, loads)
 def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
-    rows: list[tuple[list[float], float]], price: StepPrice, beside: Load
+    rows: list[tuple[list[float], float]], price: StepPrice, other_load: Load
 ) -> None:
     """No other numbers of the rows' best nodes save more seconds, in C or by numpy."""
-    drafted = beside._replace(rows=beside.rows + len(rows))
-    offered, rates = [of_row for of_row, _ in rows], np.array([rate for _, rate in rows])
+    drafted = other_load._replace(rows=other_load.rows + len(rows))
+    chains, rates = [chain for chain, _ in rows], np.array([rate for _, rate in rows])
 
     def saved(sizes: Sequence[int]) -> float:
-        tokens = sum(sum(of_row[:n]) / rate for (of_row, rate), n in zip(rows, sizes, strict=True))
+        tokens = sum(sum(chain[:n]) / rate for (chain, rate), n in zip(rows, sizes, strict=True))
         more_s = price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(sizes)))
         return tokens - (more_s - price.seconds(drafted))
 
-    trees = trees_to_select(offered)
+    trees = trees_to_select(chains)
     taken = choose_nodes(trees, price, drafted, rates).tolist()
     by_numpy: Array = _choose_nodes(trees.nodes.chances / rates[:, None], trees.nodes, price, drafted)
-    every = product(*(range(len(of_row) + 1) for of_row in offered)) if sum(map(len, offered)) < 12 else [taken]
+    every = product(*(range(len(chain) + 1) for chain in chains)) if sum(map(len, chains)) < 12 else [taken]
     best = max(map(saved, every))
     assert saved(taken) == pytest.approx(best, rel=1e-9, abs=1e-9)
     assert saved(by_numpy.tolist()) == pytest.approx(best, rel=1e-9, abs=1e-9)
-    last = [of_row[n - 1] / rate for (of_row, rate), n in zip(rows, taken, strict=True) if n]
-    left = [of_row[n] / rate for (of_row, rate), n in zip(rows, taken, strict=True) if n < len(of_row)]
+    last = [chain[n - 1] / rate for (chain, rate), n in zip(rows, taken, strict=True) if n]
+    left = [chain[n] / rate for (chain, rate), n in zip(rows, taken, strict=True) if n < len(chain)]
     assert not last or not left or min(last) >= max(left)
 
 
 def test_prompt_tokens_fill_tiles() -> None:
     """Cost of a tile for its first token: with 14 prompt tokens in the step, the second node of a row."""
-    of, rates = price(token_s=0.01, tile_s=0.5), np.array([1.0])
-    offered = trees_to_select([[0.6, 0.4, 0.3]])
-    assert choose_nodes(offered, of, Load(1, 3), rates).tolist() == [3]
-    assert choose_nodes(offered, of, Load(1, 3, num_prompt_tokens=14), rates).tolist() == [3]
-    assert choose_nodes(offered, replace(of, tile_s=0.8), Load(1, 3, num_prompt_tokens=14), rates).tolist() == [1]
+    cost, rates = price(token_s=0.01, tile_s=0.5), np.array([1.0])
+    trees = trees_to_select([[0.6, 0.4, 0.3]])
+    assert choose_nodes(trees, cost, Load(1, 3), rates).tolist() == [3]
+    assert choose_nodes(trees, cost, Load(1, 3, num_prompt_tokens=14), rates).tolist() == [3]
+    assert choose_nodes(trees, replace(cost, tile_s=0.8), Load(1, 3, num_prompt_tokens=14), rates).tolist() == [1]

@@ -29,8 +29,8 @@ ALONE, DEEPEST = Load(0), 4
 PRICE = price(launch_s=0.1, slot_s=0.02, token_s=0.05)
 
 
-def controller_of(of: StepPrice | None = PRICE, kind: type[Controller] = Controller) -> Controller:
-    return kind(AcceptanceModel(DEEPEST), of)
+def controller_of(step_price: StepPrice | None = PRICE, kind: type[Controller] = Controller) -> Controller:
+    return kind(AcceptanceModel(DEEPEST), step_price)
 
 
 def greedy(num: int, deepest: int = DEEPEST) -> Planned:
@@ -41,26 +41,26 @@ def run(
     controller: Controller, num_steps: int, chances: list[float], seconds: float | None = None
 ) -> list[list[int]]:
     """Depths and numbers of verified nodes of one row's steps, which take `seconds`, or as the first price says."""
-    found, first = list[list[int]](), controller.price
+    steps, first = list[list[int]](), controller.price
     for _ in range(num_steps):
         depth = int(controller.plan(greedy(1), ALONE)[0])
         taken = int(controller.select(trees_to_select([chances[:depth]]), Load(1, depth))[0]) if depth else 0
         load = Load(1, depth, taken)
         controller.learn(StepOutcome(load), first.seconds(load) if seconds is None else seconds)
-        found.append([depth, taken])
-    return found
+        steps.append([depth, taken])
+    return steps
 
 
 def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
-    model, beside = AcceptanceModel(DEEPEST), Load(2, 3, 3)
+    model, other_load = AcceptanceModel(DEEPEST), Load(2, 3, 3)
     kinds, most = np.array([0, 1, 0]), np.array([4, 1, 0])
-    plans = plan_rows(model.expected(), 3, PRICE, beside)
-    drafting = best_drafting(plans, kinds, most, PRICE, beside)
+    plans = plan_rows(model.expected(), 3, PRICE, other_load)
+    drafting = best_drafting(plans, kinds, most, PRICE, other_load)
     assert drafting.saved_s > 0
-    found = Controller(model, PRICE).plan(Planned(kinds, most), beside)
-    assert found.tolist() == drafting.depths.tolist()
-    assert found.tolist()[1:] == [1, 0]
-    assert found[0] > 1
+    depths = Controller(model, PRICE).plan(Planned(kinds, most), other_load)
+    assert depths.tolist() == drafting.depths.tolist()
+    assert depths.tolist()[1:] == [1, 0]
+    assert depths[0] > 1
 
 
 def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
@@ -68,9 +68,9 @@ def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
     controller = controller_of(price(token_s=0.2))
     rate = plan_rows(controller.model.expected(), 1, controller.price, ALONE).rate[0]
     depth = int(controller.plan(greedy(1), ALONE)[0])
-    offered = trees_to_select([[rate * 0.2 + 0.01, rate * 0.2 - 0.01]])
-    assert controller.select(offered, Load(1, depth)).tolist() == [1]
-    assert choose_nodes(offered, controller.price, Load(1, depth), np.array([1.0])).tolist() == [2]
+    trees = trees_to_select([[rate * 0.2 + 0.01, rate * 0.2 - 0.01]])
+    assert controller.select(trees, Load(1, depth)).tolist() == [1]
+    assert choose_nodes(trees, controller.price, Load(1, depth), np.array([1.0])).tolist() == [2]
 
 
 def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
@@ -80,9 +80,9 @@ def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
     for _ in range(100):
         kinds = np.array([carried, other])
         depths = controller.plan(Planned(kinds, np.full(2, DEEPEST)), ALONE)
-        offered = trees_to_select([[0.99] * 4, [0.8, 0.6, 0.4, 0.3][: int(depths[1])]])
-        offered.nodes.path_index[0] = 0  # the first row's nodes are of a path
-        controller.select(offered._replace(kinds=kinds, drafted=depths), Load(2, int(depths.sum())))
+        trees = trees_to_select([[0.99] * 4, [0.8, 0.6, 0.4, 0.3][: int(depths[1])]])
+        trees.nodes.path_index[0] = 0  # the first row's nodes are of a path
+        controller.select(trees._replace(kinds=kinds, drafted=depths), Load(2, int(depths.sum())))
         controller.learn(StepOutcome(Load(2, int(depths.sum()), 4)), 1.0)
     controller._spare_s = 0.0  # no exploration is due
     assert controller.plan(Planned(np.array([carried]), np.full(1, DEEPEST)), ALONE).tolist() == [0]
@@ -144,12 +144,12 @@ def test_plans_are_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row in rotation; not with a draft that takes a pass for each depth, nor if no row drafts."""
     shallow = [1, 1]
-    found_best = "blockpilot.control.controller.best_drafting"
-    monkeypatch.setattr(found_best, lambda *_: Drafting(np.array(shallow), 1.0))
+    function_name = "blockpilot.control.controller.best_drafting"
+    monkeypatch.setattr(function_name, lambda *_: Drafting(np.array(shallow), 1.0))
     controller = controller_of()
-    found = [controller.plan(greedy(2), ALONE).tolist() for _ in range(4 * EXPLORE_EVERY)]
-    assert [i for i, depths in enumerate(found, start=1) if depths != [1, 1]] == [4, 8, 12, 16]
-    assert found[EXPLORE_EVERY - 1 :: EXPLORE_EVERY] == [[1, 4], [4, 1]] * 2
+    plans = [controller.plan(greedy(2), ALONE).tolist() for _ in range(4 * EXPLORE_EVERY)]
+    assert [i for i, depths in enumerate(plans, start=1) if depths != [1, 1]] == [4, 8, 12, 16]
+    assert plans[EXPLORE_EVERY - 1 :: EXPLORE_EVERY] == [[1, 4], [4, 1]] * 2
     sequential = controller_of(price(launch_s=0.1, is_sequential=True))
     assert all(sequential.plan(greedy(2), ALONE).tolist() == [1, 1] for _ in range(4 * EXPLORE_EVERY))
     shallow[:] = [0, 0]
@@ -160,8 +160,8 @@ def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.Monk
 def test_deep_drafts_come_back_while_shallow_ones_go_on() -> None:
     """Deep drafts after texts in which only the first position is right."""
     good, poor = [0.95, 0.9, 0.85, 0.8], [0.95, 0.01, 0.001, 0.001]
-    of = price(launch_s=0.05, slot_s=0.1, token_s=0.02)
-    controller = Controller(AcceptanceModel(DEEPEST), of, follows=False)
+    step_price = price(launch_s=0.05, slot_s=0.1, token_s=0.02)
+    controller = Controller(AcceptanceModel(DEEPEST), step_price, follows=False)
     steps = run(controller, 3000, poor)
     assert sum(depth for depth, _ in steps[-EXPLORE_EVERY:]) == EXPLORE_EVERY - 1 + DEEPEST
     assert [depth for depth, _ in run(controller, 1000, good)[-EXPLORE_EVERY:]] == [DEEPEST] * EXPLORE_EVERY
@@ -170,8 +170,8 @@ def test_deep_drafts_come_back_while_shallow_ones_go_on() -> None:
 def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> None:
     """Probes only if the step cost is updated from the steps."""
     dear = price(launch_s=100.0)
-    found = [depth for depth, _ in run(controller_of(dear), 3 * PROBE_EVERY, [0.9])]
-    probes = [i for i, depth in enumerate(found) if depth]
+    depths = [depth for depth, _ in run(controller_of(dear), 3 * PROBE_EVERY, [0.9])]
+    probes = [i for i, depth in enumerate(depths) if depth]
     assert probes == [PROBE_EVERY, 2 * PROBE_EVERY + 1]
     fixed = Controller(AcceptanceModel(DEEPEST), dear, follows=False)
     assert not any(depth for depth, _ in run(fixed, 3 * PROBE_EVERY, [0.9]))
@@ -181,8 +181,8 @@ def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
     """Drafting resumes although the initial step cost of a draft is far too high; it costs almost nothing."""
     controller = controller_of(price(launch_s=3.0))
     assert run(controller, 1, [0.9])[0][0] == 0
-    found = run(controller, 40 * PROBE_EVERY, [0.9, 0.8, 0.7, 0.6], seconds=1.0)
-    assert found[-1][0] > 0
+    steps = run(controller, 40 * PROBE_EVERY, [0.9, 0.8, 0.7, 0.6], seconds=1.0)
+    assert steps[-1][0] > 0
 
 
 @pytest.mark.parametrize("of", [None, price(launch_s=0.3, token_s=0.02)])
@@ -209,9 +209,9 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
     controller = controller_of(price(launch_s=0.01))
     before = controller.model.expected().counts[0, 1:]
     controller.plan(greedy(2), ALONE)
-    offered = trees_to_select([[1.0, 1.0, 1.0], [1.0, 1.0]])
-    offered.nodes.choice_index[0, 1:], offered.nodes.choice_index[1] = -1, -1
-    controller.select(offered._replace(drafted=np.array([1, 0])), Load(2, 1))
+    trees = trees_to_select([[1.0, 1.0, 1.0], [1.0, 1.0]])
+    trees.nodes.choice_index[0, 1:], trees.nodes.choice_index[1] = -1, -1
+    controller.select(trees._replace(drafted=np.array([1, 0])), Load(2, 1))
     for _ in range(UPDATE_EVERY):
         controller.plan(greedy(1), ALONE)
     after = controller.model.expected().counts[0, 1:]

@@ -55,8 +55,8 @@ def test_tiles_may_have_other_sizes() -> None:
     assert [wide.seconds(Load(num)) - PRICE.seconds(Load(num)) for num in (16, 17, 32, 33)] == [0, *[-0.125] * 3]
     assert StepPrice.from_fields(json.loads(wide.to_json())) == wide
     ramp, tokens = replace(PRICE, tile=4, next_tile=1), (1, 4, 5, 9)
-    of_tiles = [ramp.seconds(Load(num)) - PRICE.seconds(Load(num)) for num in tokens]
-    assert of_tiles == [0, 0, 0.125, 5 * 0.125]
+    tile_seconds = [ramp.seconds(Load(num)) - PRICE.seconds(Load(num)) for num in tokens]
+    assert tile_seconds == [0, 0, 0.125, 5 * 0.125]
     for name in ("tile", "next_tile"):
         with pytest.raises(ValueError, match=f"{name} 0"):
             StepPrice.from_fields(json.loads(wide.to_json()) | {name: 0})
@@ -91,10 +91,10 @@ def test_chains_are_priced_in_plain_steps() -> None:
 
 
 def test_a_price_is_of_one_pair_in_one_precision_on_one_device() -> None:
-    this = {"pair": PRICE.pair, "dtype": PRICE.dtype, "device": PRICE.device}
-    assert PRICE.made_for(**this)
+    setup = {"pair": PRICE.pair, "dtype": PRICE.dtype, "device": PRICE.device}
+    assert PRICE.made_for(**setup)
     for other in ({"pair": PairId("t", "2", "d", "2")}, {"dtype": "bfloat16"}, {"device": "cpu, 2 threads"}):
-        assert not PRICE.made_for(**this | other)
+        assert not PRICE.made_for(**setup | other)
 
 
 def test_figures_are_shown_at_powers_of_four_and_at_the_most_rows() -> None:
@@ -108,8 +108,8 @@ coefficients = st.lists(
 ).map(np.array)
 
 
-def of_squares(found: Array, seconds: list[float]) -> float:
-    return sum((found @ load.terms(SHARE) / each - 1) ** 2 for load, each in zip(LOADS, seconds, strict=True))
+def of_squares(fitted: Array, seconds: list[float]) -> float:
+    return sum((fitted @ load.terms(SHARE) / load_s - 1) ** 2 for load, load_s in zip(LOADS, seconds, strict=True))
 
 
 @settings(deadline=None)
@@ -118,13 +118,13 @@ def test_no_coefficients_fit_better(seconds: list[float], other: Array, share: f
     """Least squares of relative errors without negative coefficients, compared with any others and those in between.
     Linear step costs are recovered exactly.
     """
-    found = fit(LOADS, seconds, expert_share=SHARE)
-    assert (found >= 0).all()
-    assert of_squares(found, seconds) <= of_squares(found + share * (other - found), seconds) + 1e-9
+    fitted = fit(LOADS, seconds, expert_share=SHARE)
+    assert (fitted >= 0).all()
+    assert of_squares(fitted, seconds) <= of_squares(fitted + share * (other - fitted), seconds) + 1e-9
     if other[0] + other[1] > 0:
-        again = fit(LOADS, seconds_of(other), expert_share=SHARE)
-        np.testing.assert_allclose(again, other, rtol=1e-5, atol=1e-7)
-        assert relative_error(again, LOADS, seconds_of(other), expert_share=SHARE) < 1e-6
+        refitted = fit(LOADS, seconds_of(other), expert_share=SHARE)
+        np.testing.assert_allclose(refitted, other, rtol=1e-5, atol=1e-7)
+        assert relative_error(refitted, LOADS, seconds_of(other), expert_share=SHARE) < 1e-6
 
 
 def test_the_error_is_the_mean_of_relative_ones() -> None:

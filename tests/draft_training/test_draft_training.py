@@ -1,4 +1,4 @@
-"""Draft training: blocks beside the drafting path, the loss against a slow loop, resume, and that it learns."""
+"""Draft training: blocks against the engine's draft pass, the loss against a slow loop, resumed fits, learning."""
 
 import math
 from collections.abc import Callable
@@ -67,8 +67,8 @@ def corpus(tiny_pair: Pair, answers: list[Answer], tmp_path: Path) -> StoredCorp
 
 
 def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
-    """Hidden states of the loss equal those of the engine's cached draft pass at that anchor, of which nothing
-    comes later than the anchor: neither the block's answers nor other blocks.
+    """Hidden states equal those of the engine's cached draft pass, which has no tokens after the anchor and no other
+    blocks.
     """
     shard = documents(2)
     batch = batch_of(shard, 3)
@@ -114,7 +114,7 @@ def mixed(logits: Tensor, target_probs: Tensor, label: int, distill: float, over
 def test_the_loss_equals_a_slow_loop(
     weighting: str, distill: float, overlap: float, parts: dict[str, Any], vocabulary: Any, tiny_pair: Pair
 ) -> None:
-    """With an own vocabulary, positions of tokens outside it have no weight, and count as wrong."""
+    """With a smaller vocabulary, positions whose token is outside it have weight 0 and count as wrong."""
     shard = documents(3)
     batch = batch_of(shard, 4)
     draft = tiny_draft(tiny_pair.target, BLOCK, **parts)
@@ -129,7 +129,7 @@ def test_the_loss_equals_a_slow_loop(
     total = weight = 0.0
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
-            losses, hard, labels, right = [], [], [], []  # of every offset
+            losses, hard, labels, right = [], [], [], []  # by offset
             for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
                 before, token = document.tokens[anchor + offset - 1 : anchor + offset + 1].tolist()
                 hidden, label = drafted[row, a, offset], number.get(token)
@@ -192,7 +192,7 @@ def test_frequent_tokens() -> None:
 
 def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     draft = tiny_draft(tiny_pair.target)
-    # All of a layer but its q/k norms, and two norms.
+    # 9 weights of each layer (all but the q/k norms), and two norms.
     assert start_from_target(draft, tiny_pair.target, range(20)) == 2 * 9 + 2
     copied, source = draft.state_dict(), tiny_pair.target.state_dict()
     assert copied["layers.1.mlp.up_proj.weight"].equal(source["model.layers.5.mlp.up_proj.weight"])
@@ -214,7 +214,7 @@ def test_targets_whose_layers_are_no_start_are_refused(build: Callable[[], Any],
 
 
 def test_starting_from_the_layers_of_a_gemma() -> None:
-    """Norm weights are those of a Qwen3, and what norms a sublayer's output is part of its last product."""
+    """Norm weights follow Qwen3's convention; norms of a sublayer's output are folded into its last projection."""
     target = tiny_gemma().eval()
     draft = tiny_draft(target)
     assert start_from_target(draft, target, range(20)) == 2 * 11 + 2
@@ -300,16 +300,16 @@ def tokens_per_step(pair: Pair, draft: DraftModel) -> float:
 
 
 def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, corpus: StoredCorpus) -> None:
-    """Tau from one pass over all anchors equals the steps of the engine on the same answers."""
+    """tau from one pass over all anchors equals the engine's on the same answers."""
     draft = tiny_draft(tiny_pair.target)
-    # An untrained draft is never right: one that draws on the context as the target does sometimes is.
+    # A random draft is never right; one that starts from the target's layers sometimes is.
     start_from_target(draft, tiny_pair.target, range(20))
     fit = DraftFit(loss_of(tiny_pair, draft), corpus, torch.arange(9), settings())
     assert fit.validate(corpus, range(4)).tau == {0.0: pytest.approx(tokens_per_step(tiny_pair, draft), rel=0.02)}
 
 
 def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, corpus: StoredCorpus) -> None:
-    """From prompts to tau: answers, features and training raise what the engine accepts on training prompts."""
+    """Answers, features and training together raise the engine's acceptance length on training prompts."""
     loss = loss_of(tiny_pair)
     before = tokens_per_step(tiny_pair, loss.draft)
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
@@ -319,16 +319,16 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, corpus: StoredCorpus) ->
     assert tokens_per_step(tiny_pair, loss.draft) > max(1.5, before + 0.4)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # from the compiler
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_a_compiled_fit_takes_the_same_steps(
     backend: str, tiny_pair: Pair, corpus: StoredCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With documents and anchors padded to a few shapes, and a selector among the draft's own vocabulary; traced as
-    for every backend. The default one takes a minute for its C++.
+    """Losses and tau equal those without compilation, with padding to a few shapes and a selector over the draft's
+    vocabulary. "aot_eager" traces as every backend does; "inductor", the default, compiles C++ for a minute.
 
-    The layers share compiled code, without and with a gradient of their input: code for each layer would exceed the
-    compiler's limit, beyond which layers run uncompiled.
+    The layers share compiled code, one version without and one with a gradient of the input. A version for each layer
+    would exceed the recompile limit, beyond which layers run uncompiled.
     """
 
     def losses(*, compile: bool) -> list[float]:

@@ -39,9 +39,9 @@ def loss_of(pair: Pair, **options: Any) -> Eagle3Loss:
 
 
 def chain(slow: SlowEagle3, loss: Eagle3Loss, document: Document, anchor: int, text: Tensor | None) -> list[Tensor]:
-    """Scores of the tokens that follow an anchor, one step after the other.
+    """Scores of the tokens after an anchor, one step at a time.
 
-    The known text is embedded, or what the draft itself proposes.
+    Each step embeds the next token of `text`, or the draft's own proposal if `text` is None.
     """
     cache: Cache = []
     tokens = document.tokens.tolist()
@@ -62,7 +62,7 @@ def chain(slow: SlowEagle3, loss: Eagle3Loss, document: Document, anchor: int, t
 def test_the_unrolled_loss_equals_one_chain_at_a_time(
     distill: float, overlap: float, anchors_only: bool, tiny_pair: Pair
 ) -> None:
-    """Each chain sees the features before its anchor and the text before each step, and nothing later."""
+    """Each chain attends to the features before its anchor and the text before each step, and to nothing later."""
     shard = documents()
     loss, batch = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only), batch_of(shard)
     slow = SlowEagle3(loss.draft.state_dict(), loss.draft.config)
@@ -92,7 +92,7 @@ def test_the_unrolled_loss_equals_one_chain_at_a_time(
 
 
 def test_accepted_tokens_are_those_of_drafting_one_by_one(tiny_pair: Pair) -> None:
-    """Texts that mostly continue as the draft itself does, from some anchor on."""
+    """num_accepted equals that of drafting step by step, on texts that repeat some drafted tokens after an anchor."""
     loss = loss_of(tiny_pair)
     slow = SlowEagle3(loss.draft.state_dict(), loss.draft.config)
     shard, accepted = documents(2), []
@@ -127,7 +127,7 @@ def test_a_draft_learns_its_targets_answers(autocast: bool, distill: float, tiny
     settings = DraftFitSettings(epochs=40, batch_size=2, num_anchors=2, lr=3e-3, num_sampled=0, autocast=autocast)
     fit = DraftFit(Eagle3Loss(draft, weight, weight, distill=distill), corpus, torch.arange(9), settings)
     losses = [float(sums.loss / sums.weight) for sums in fit.steps()]
-    # The entropy of this target is 3 nats, which no draft goes below.
+    # With distillation the loss cannot fall below the target's entropy, 3 nats.
     assert losses[-1] < (losses[0] - 1 if distill else 0.2 * losses[0])
     tau = fit.validate(corpus, range(4)).tau[0.0]
     assert tau > 1.5 if distill else tau > 3

@@ -1,4 +1,4 @@
-"""Edges trained on slots that are computed once: against slow loops, resumed, and that they learn."""
+"""Training of edges on slots computed once: against slow loops, resumed fits, learning."""
 
 import math
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabu
 
 
 def random_slots(num_blocks: int = 40, width: int = 6, seed: int = 0) -> DraftedSlots:
-    """Blocks of BLOCK - 1 slots; those of odd numbers end early."""
+    """Slots of blocks: BLOCK - 1 in even blocks, one fewer in odd ones."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.tensor([o for b in range(num_blocks) for o in range(1, BLOCK - b % 2)])
     num = len(offsets)
@@ -134,7 +134,7 @@ def test_the_losses_equal_a_slow_loop(distill: float, overlap: float) -> None:
 
 
 def test_weights_are_those_of_a_drafts_loss() -> None:
-    """A label that is none of the draft's best tokens has no confidence."""
+    """A label outside the draft's best tokens has confidence 0."""
     slots = random_slots(4)
     decay = weights_of(slots, BLOCK, "decay")
     assert decay.tolist() == pytest.approx([math.exp(-(o - 1) / (0.5 * BLOCK)) for o in slots.offsets.tolist()])
@@ -157,7 +157,7 @@ def test_the_noise_is_that_under_which_the_target_chose() -> None:
     assert (noise[~drawn] == 0).all()
     won = slots.tokens.gather(1, (slots.target_log_probs + noise).argmax(1, keepdim=True))[:, 0]
     assert won[drawn].equal(slots.labels[drawn])
-    # As the greatest of all values of a race it has their mean, Euler's constant.
+    # The largest noisy score over the whole vocabulary has a Gumbel distribution, with mean Euler's constant.
     greatest = (slots.target_log_probs + noise)[drawn].amax(dim=1)
     assert float(greatest.mean()) == pytest.approx(0.577, abs=0.15)
 
@@ -166,9 +166,7 @@ def test_the_noise_is_that_under_which_the_target_chose() -> None:
 
 
 def text_slots(num_blocks: int, seed: int = 0) -> DraftedSlots:
-    """Texts in which each token has one that follows it, which a draft that knows nothing of the token before has
-    among its best.
-    """
+    """Slots of texts in which each token determines the next; the draft has it among 8 equally probable tokens."""
     slots = random_slots(num_blocks, width=8, seed=seed)
     follows = torch.randperm(SIZE, generator=torch.Generator().manual_seed(77))
     labels, tokens = follows[slots.before], slots.tokens.clone()
@@ -190,7 +188,7 @@ def fit_of(slots: DraftedSlots, **changes: Any) -> EdgeFit:
 
 
 def test_edges_learn_what_follows_what() -> None:
-    """All but the first slot, which knows the token before it: there little changes."""
+    """Accuracy rises after the first slot; the first changes little, as the draft already has the token before it."""
     held_out = text_slots(60, seed=8)
     fit = fit_of(text_slots(300))
     before = fit.validate(held_out).metrics()

@@ -145,7 +145,7 @@ def test_fresh_convolutions_and_edges_change_nothing() -> None:
 
 
 def test_weights_are_named_as_published_and_bf16_by_default(tmp_path: Path) -> None:
-    of_a_layer = {
+    layer_names = {
         *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
         *("input_layernorm.weight", "post_attention_layernorm.weight"),
@@ -154,7 +154,7 @@ def test_weights_are_named_as_published_and_bf16_by_default(tmp_path: Path) -> N
         "fc.weight",
         "hidden_norm.weight",
         "norm.weight",
-        *(f"layers.{i}.{n}" for i in range(3) for n in of_a_layer),
+        *(f"layers.{i}.{n}" for i in range(3) for n in layer_names),
     }
     markov: dict[str, tuple[int, ...]] = {f"markov_head.markov_w{i}.weight": (VOCAB, 4) for i in (1, 2)}
     second: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (4, WIDTH)}
@@ -185,13 +185,13 @@ def test_codebooks_are_stored_for_the_drafts_own_vocabulary(tmp_path: Path) -> N
     draft.vocabulary = torch.tensor([9, 3, 17, 4, 40, 8])
     save_draft(draft, tmp_path, dtype=torch.float32)
     stored = load_file(tmp_path / "model.safetensors")
-    again = load_draft(tmp_path).candidate_selector
-    assert again is not None
+    loaded = load_draft(tmp_path).candidate_selector
+    assert loaded is not None
     outside = [i for i in range(VOCAB) if i not in draft.vocabulary.tolist()]
     for name in ("predecessor_codebook", "successor_codebook"):
         assert stored[f"candidate_selector.{name}"].equal(getattr(selector, name)[draft.vocabulary])
-        assert getattr(again, name)[draft.vocabulary].equal(getattr(selector, name)[draft.vocabulary])
-        assert not getattr(again, name)[outside].any()
+        assert getattr(loaded, name)[draft.vocabulary].equal(getattr(selector, name)[draft.vocabulary])
+        assert not getattr(loaded, name)[outside].any()
         stored[f"candidate_selector.{name}"] = getattr(selector, name).detach()
     save_file(stored, tmp_path / "model.safetensors")
     whole = load_draft(tmp_path).candidate_selector

@@ -42,28 +42,28 @@ def test_however_nodes_are_selected_the_text_stays(pair: Pair, kind: str) -> Non
 def edges_of(kind: str, size: int) -> Edges:
     """Random edges of a kind."""
     torch.manual_seed(0)
-    made: dict[str, Edges] = {
+    edges_by_kind: dict[str, Edges] = {
         "vanilla": MarkovHead(size, 5),
         "gated": GatedMarkovHead(size, 5, WIDTH),
         "of a rank without C": MarkovHead(size, MOST_RANK + 1),
         "selector": CandidateSelector(size, 5, WIDTH, top_k=size),
     }
-    torch.nn.init.normal_(made[kind].successors)
-    return made[kind]
+    torch.nn.init.normal_(edges_by_kind[kind].successors)
+    return edges_by_kind[kind]
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "of a rank without C", "selector"])
 def test_of_all_tokens_a_choice_has_the_probability_that_the_edges_give_it(kind: str) -> None:
     edges, samplings = edges_of(kind, 30), [*SAMPLINGS] * 2
     logits, hidden, before = torch.randn(4, 30), torch.randn(4, WIDTH), torch.randint(0, 30, (4, 3))
-    of_slots = best_choices(logits, range(4), samplings, 30)
-    linked = edges.link(of_slots, hidden, before, samplings, 6)
+    slot_candidates = best_choices(logits, range(4), samplings, 30)
+    linked = edges.link(slot_candidates, hidden, before, samplings, 6)
     for n, sampling in enumerate(samplings):
         for p in range(3):
             lifted = logits[n] + edges(hidden[n : n + 1], before[n, p : p + 1])[0]
             alone, row = best_choices(lifted[None], [n], [sampling], 6), n * 3 + p
             assert linked.candidates.tokens[row].tolist() == alone.tokens[0].tolist()
-            assert of_slots.tokens[n, linked.next_lists[n, p]].tolist() == alone.tokens[0].tolist()
+            assert slot_candidates.tokens[n, linked.next_lists[n, p]].tolist() == alone.tokens[0].tolist()
             torch.testing.assert_close(linked.candidates.log_probs[row], alone.log_probs[0], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(linked.candidates.scores[row], alone.scores[0], rtol=1e-4, atol=1e-4)
 
@@ -75,10 +75,10 @@ def test_choices_are_linked_in_c_as_by_torch(kind: str, num: int, monkeypatch: p
     edges, sampling = edges_of(kind, 30), [SAMPLINGS[i % len(SAMPLINGS)] for i in range(5)]
     logits, hidden, before = torch.randn(5, 30), torch.randn(5, WIDTH), torch.randint(0, 30, (5, 4))
     logits[1, 7:] = -torch.inf
-    of_slots = best_choices(logits, range(5), sampling, 9)
-    in_c = edges.link(of_slots, hidden, before, sampling, num)
+    slot_candidates = best_choices(logits, range(5), sampling, 9)
+    in_c = edges.link(slot_candidates, hidden, before, sampling, num)
     monkeypatch.setitem(edges.__dict__, "tables", None)
-    by_torch = edges.link(of_slots, hidden, before, sampling, num)
+    by_torch = edges.link(slot_candidates, hidden, before, sampling, num)
     assert in_c.next_lists.shape == (5, 4, num)
     may_be_drawn = by_torch.candidates.scores > -torch.inf
     assert may_be_drawn.sum() > 40

@@ -134,7 +134,7 @@ def chains_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bo
     states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     features = torch.cat([states[layer + 1][0, :-1] for layer in LAYERS], dim=-1)
     embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
-    of_target = target.get_output_embeddings().weight.double()
+    target_head = target.get_output_embeddings().weight.double()
     depth = len(proposal.found.tokens)
     slots = torch.tensor([tokens[-1], *[MASK_ID] * (depth - from_anchor)])
     window = slow.config.sliding_window
@@ -143,11 +143,11 @@ def chains_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bo
     ids, chains = VOCABULARY if "d2t" in w else torch.arange(260), [[tokens[-1]], [tokens[-1]]]
     for drafted, edges in zip(chains, (w, {}), strict=True):
         for i in range(depth):
-            scores, of_slot = torch.full((1, 260), -math.inf), hidden[i if from_anchor else i + 1]
-            of_head = w.get("lm_head.weight", of_target) @ of_slot
-            lift = slow_lift(edges, of_slot, drafted[-1], len(ids))
+            scores, slot_hidden = torch.full((1, 260), -math.inf), hidden[i if from_anchor else i + 1]
+            head_scores = w.get("lm_head.weight", target_head) @ slot_hidden
+            lift = slow_lift(edges, slot_hidden, drafted[-1], len(ids))
             is_selected = "candidate_selector.successor_codebook" in edges
-            scores[0, ids] = (of_head if is_selected else of_head + lift).float()
+            scores[0, ids] = (head_scores if is_selected else head_scores + lift).float()
             best = best_choices(
                 scores, [len(tokens) + i], [sampling], DFLASH2["selector_top_k"] if is_selected else 1
             )
@@ -227,10 +227,10 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     for name, written in FORMATS.items():
         draft = load_draft(written(tmp_path / name))
         save_draft(draft, tmp_path / "saved", dtype=torch.float32)
-        again = load_draft(tmp_path / "saved")
-        assert again.options == draft.options
-        assert again.state_dict().keys() == draft.state_dict().keys()
-        assert all(torch.equal(value, again.state_dict()[key]) for key, value in draft.state_dict().items())
+        loaded = load_draft(tmp_path / "saved")
+        assert loaded.options == draft.options
+        assert loaded.state_dict().keys() == draft.state_dict().keys()
+        assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in draft.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def test_the_text_is_that_of_one_token_at_a_time(pair: Pair) -> None:
 
 def test_a_draft_keeps_its_vocabulary(draft_dir: Path, tmp_path: Path) -> None:
     save_draft(load_draft(draft_dir), tmp_path / "again")
-    again = load_draft(tmp_path / "again").vocabulary
-    assert again is not None
-    assert again.tolist() == json.loads((tmp_path / "again" / VOCABULARY_FILE).read_text()) == IDS.tolist()
+    vocabulary = load_draft(tmp_path / "again").vocabulary
+    assert vocabulary is not None
+    assert vocabulary.tolist() == json.loads((tmp_path / "again" / VOCABULARY_FILE).read_text()) == IDS.tolist()
 
 
 @pytest.mark.parametrize(

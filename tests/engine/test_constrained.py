@@ -26,14 +26,14 @@ def compiler(pair: Pair) -> GrammarCompiler:
 
 def test_forced_tokens_need_no_draft_and_several_are_emitted_at_once(tiny_pair: Pair) -> None:
     forced = compiler(tiny_pair).compile(Grammar("regex", "abcdefgh[xy]z"))
-    asked_for = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
-    first, second = run(Engine(tiny_pair, max_length=512), [replace(asked_for, block_size=4)])[0][:2]
+    request = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
+    first, second = run(Engine(tiny_pair, max_length=512), [replace(request, block_size=4)])[0][:2]
     assert (len(first.tokens), len(second.tokens)) == (1, 4)
-    steps = run(Engine(tiny_pair, max_length=512), [asked_for])[0]
+    steps = run(Engine(tiny_pair, max_length=512), [request])[0]
     assert [len(step.tokens) for step in steps] == [1, 8, 1]
     assert steps[1].block_size == 8
     assert steps[-1].finish_reason == "stop"
-    plain = run(Engine(tiny_pair, max_length=512), [replace(asked_for, block_size=1)])[0]
+    plain = run(Engine(tiny_pair, max_length=512), [replace(request, block_size=1)])[0]
     assert [len(step.tokens) for step in plain] == [1] * 10
 
 
@@ -52,8 +52,8 @@ def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:
     controller = Told(3, [(3, 7)])
     forced = compiler(tiny_pair).compile(Grammar("regex", "(abcdefgh){40}"))
     requests = [Request(PROMPT, 15), *[Request(PROMPT, 150, constraint=forced)] * 2]
-    found = run(Engine(tiny_pair, max_length=256, max_block_size=8, controller=controller), requests)
-    assert {len(step.tokens) for steps in found[1:] for step in steps[1:-1]} == {8}
+    answers = run(Engine(tiny_pair, max_length=256, max_block_size=8, controller=controller), requests)
+    assert {len(step.tokens) for steps in answers[1:] for step in steps[1:-1]} == {8}
     controller._observe()
     expected = controller.model.expected().sums[0]
     assert expected.max() <= 1
@@ -83,18 +83,18 @@ def test_a_draft_that_looks_past_a_grammars_limits_ends_nothing(tiny_pair: Pair)
     rules = "\n".join(f'r{i}: /[c-z]/ "{i}"' for i in range(2500))
     source = f'start: ("a" | "b" big)* "!"\nbig: {" | ".join(f"r{i}" for i in range(2500))}\n{rules}'
     constraint = compiler(tiny_pair).compile(Grammar("grammar", source))
-    both = list(tiny_pair.tokenizer("ab", add_special_tokens=False)["input_ids"])
+    letter_tokens = list(tiny_pair.tokenizer("ab", add_special_tokens=False)["input_ids"])
 
-    def decode(seed: int, block_size: int, offered: Sequence[int]) -> tuple[str, list[str]]:
+    def decode(seed: int, block_size: int, draft_tokens: Sequence[int]) -> tuple[str, list[str]]:
         engine, lost = Engine(tiny_pair, num_slots=1, max_length=64), list[str]()
         engine.on_failure = lambda request_id, error: lost.append(str(error))
-        offer_always(engine, offered, [0.5, 0.4][: len(offered)])
+        offer_always(engine, draft_tokens, [0.5, 0.4][: len(draft_tokens)])
         engine.add(Request((1, 2, seed), 30, Sampling(), block_size, layout="tree", constraint=constraint))
         steps = [step for _ in range(40) for step in engine.step()]
         return str(tiny_pair.tokenizer.decode(text_of(steps))), lost
 
-    plain = [decode(seed, 1, both) for seed in range(12, 26)]
-    assert [decode(seed, 8, both) for seed in range(12, 26)] == plain
+    plain = [decode(seed, 1, letter_tokens) for seed in range(12, 26)]
+    assert [decode(seed, 8, letter_tokens) for seed in range(12, 26)] == plain
     assert any(lost for _, lost in plain)
     assert not all(lost for _, lost in plain)
 
@@ -123,10 +123,10 @@ def test_an_ambiguous_grammar_ends_its_request_alone(
     engine.on_failure = lambda request_id, error: errors.append((request_id, error))
     (end,) = pair.tokenizer("!", add_special_tokens=False)["input_ids"]
     failing = Request(PROMPT, 400, Sampling(logit_bias={end: -100.0}), 8, constraint=constraint)
-    steps, beside = run(engine, [failing, Request(PROMPT, NUM, block_size=4)])
+    steps, other_steps = run(engine, [failing, Request(PROMPT, NUM, block_size=4)])
     [(request_id, error)] = errors
     assert request_id == 0
     assert isinstance(error, GrammarError)
     assert reason in str(error)
     assert len(text_of(steps)) < 400
-    assert text_of(beside) == plain_text(pair, PROMPT, NUM, Sampling())
+    assert text_of(other_steps) == plain_text(pair, PROMPT, NUM, Sampling())

@@ -41,7 +41,7 @@ NO_TOKEN = 5  # ids after the tokenizer's last token, which an embedding with mo
 SENTENCES = st.text(st.sampled_from("the catsé你🙂👩‍.\n ab\ufffd"), max_size=30)
 WHOLE = [c.encode() for c in "aé你🙂👩\u200d\u0301\ufffd\U0010ffff \0"]
 HALVES = [char[:num] for char in WHOLE for num in range(1, len(char))]
-BROKEN = [bytes.fromhex(each) for each in ("c080", "e08080", "f0808080", "eda080edb080", "f4908080", "f888")]
+BROKEN = [bytes.fromhex(code) for code in ("c080", "e08080", "f0808080", "eda080edb080", "f4908080", "f888")]
 CUTS = st.lists(st.integers(0, 9), max_size=20)
 
 
@@ -53,7 +53,7 @@ def token_lists(name: str) -> st.SearchStrategy[list[int]]:
     """Random tokens, mixed with characters, parts of characters and invalid ones, byte by byte."""
     runs = [[BYTE_TOKENS[name][byte] for byte in run] for run in WHOLE + HALVES + BROKEN]
     parts = st.sampled_from(runs) | ids(KINDS[name][0]).map(lambda token: [token])
-    return st.lists(parts, max_size=16).map(lambda found: [token for run in found for token in run])
+    return st.lists(parts, max_size=16).map(lambda drawn_runs: [token for run in drawn_runs for token in run])
 
 
 def stream(
@@ -82,8 +82,8 @@ def test_text_is_that_of_all_bytes_decoded_at_once_up_to_a_stop_string(
     tokens = data.draw(token_lists(name))
     text = bytes_of(tokens).decode(errors="replace")
     spans = st.tuples(st.integers(0, len(text)), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
-    others = st.text("theab é\ufffd", min_size=1, max_size=4)
-    stops = data.draw(st.just([]) | st.lists(spans.filter(bool) | others, max_size=4))
+    other_stops = st.text("theab é\ufffd", min_size=1, max_size=4)
+    stops = data.draw(st.just([]) | st.lists(spans.filter(bool) | other_stops, max_size=4))
     pieces, stopped = stream(tokenizer, tokens, stops, cuts)
     assert "".join(pieces) == "".join(slow_stop(text, stops))
     assert stopped == any(stop in text for stop in stops)

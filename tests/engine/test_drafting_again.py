@@ -18,18 +18,20 @@ REQUESTS = [Request(PROMPT[i:], num, HOT, None, NEVER, lookup=False) for i, num 
 Proposals = dict[tuple[int, int], Tensor]
 
 
-def scores_of(of_pass: Pass) -> list[Tensor]:
+def scores_of(draft_pass: Pass) -> list[Tensor]:
     """Scores [positions, k] of every row; they depend on the whole context."""
-    candidates = of_pass.found.candidates if isinstance(of_pass.found, ConditionalCandidates) else of_pass.found
-    per_position = len(candidates.scores) // sum(of_pass.depths)
-    return list(candidates.scores.split([depth * per_position for depth in of_pass.depths]))
+    candidates = (
+        draft_pass.found.candidates if isinstance(draft_pass.found, ConditionalCandidates) else draft_pass.found
+    )
+    per_position = len(candidates.scores) // sum(draft_pass.depths)
+    return list(candidates.scores.split([depth * per_position for depth in draft_pass.depths]))
 
 
 def proposals(
-    pair: Pair, turns: list[tuple[int, int]], num_slots: int, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, script: list[tuple[int, int]], num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Proposals, int]:
     """Scores of drafts, by request and number of tokens emitted before; and the number of accepted tokens."""
-    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Told(3, turns))
+    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Told(3, script))
     passes, proposed, num_accepted = watch(engine, monkeypatch), Proposals(), 0
     emitted = dict.fromkeys([engine.add(request) for request in REQUESTS], 0)
     while not engine.idle:
@@ -40,8 +42,8 @@ def proposals(
             for step in steps
             if step.block_size and REQUESTS[step.request_id].max_new_tokens - emitted[step.request_id] > 1
         ]
-        for of_pass in passes:
-            for i, scores in zip(may_draft, scores_of(of_pass), strict=True):
+        for draft_pass in passes:
+            for i, scores in zip(may_draft, scores_of(draft_pass), strict=True):
                 proposed[i, emitted[i]] = scores
         for step in steps:
             emitted[step.request_id] += len(step.tokens)
@@ -55,8 +57,8 @@ def test_after_plain_steps_a_row_proposes_what_it_would_have_proposed(
 ) -> None:
     """Same scores after one plain step and after many, in a batch with other rows, one of which ends early."""
     always, _ = proposals(pair, [(3, 0)], 1, monkeypatch)
-    turns = [(0, 0), (3, 3), (0, 0), (0, 0), (3, 8), (3, 8), *[(0, 0)] * 9, (3, 0)]
-    seldom, num_accepted = proposals(pair, turns, 4, monkeypatch)
+    script = [(0, 0), (3, 3), (0, 0), (0, 0), (3, 8), (3, 8), *[(0, 0)] * 9, (3, 0)]
+    seldom, num_accepted = proposals(pair, script, 4, monkeypatch)
     assert len(always) == sum(request.max_new_tokens - 2 for request in REQUESTS)
     assert len(seldom) > 20
     assert num_accepted > 0

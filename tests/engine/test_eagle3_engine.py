@@ -35,34 +35,34 @@ TARGETS = {
 
 def check(pair: Pair, slow: SlowEagle3, proposal: Proposal) -> int:
     """Compare all choices after the anchor with the reference; returns the number of contexts."""
-    found, sampling = proposal.found, proposal.request.sampling
+    slots, sampling = proposal.found, proposal.request.sampling
     assert isinstance(pair.draft, Eagle3Model)
     vocabulary, num_contexts = pair.draft.vocabulary, 0
     contexts: list[tuple[tuple[int, ...], int, float]] = [((), 0, 1.0)]  # drafted tokens, list, probability
     for depth, (tokens, next_lists, chances) in enumerate(
-        zip(found.tokens, found.next_lists, found.chances[0], strict=True)
+        zip(slots.tokens, slots.next_lists, slots.chances[0], strict=True)
     ):
-        following, offered = [], []
-        for drafted, place, chance in contexts:
+        following, path_chances = [], []
+        for drafted, list_index, chance in contexts:
             scores = torch.full((1, pair.vocab_size), -math.inf)
             scores[0, vocabulary] = slow.along(pair.target, (*proposal.tokens, *drafted), len(proposal.tokens))
             position = len(proposal.tokens) + depth
-            expected = best_choices(scores, [position], [sampling], len(tokens[place]))
-            assert list(tokens[place]) == expected.tokens[0].tolist()
+            expected = best_choices(scores, [position], [sampling], len(tokens[list_index]))
+            assert list(tokens[list_index]) == expected.tokens[0].tolist()
             torch.testing.assert_close(
-                torch.tensor(chances[place]), draft_probs(expected)[0, 0], rtol=1e-2, atol=1e-3
+                torch.tensor(chances[list_index]), draft_probs(expected)[0, 0], rtol=1e-2, atol=1e-3
             )
             num_contexts += 1
-            of_context = zip(tokens[place], next_lists[place], chances[place], strict=True)
-            for rank, (token, after, own) in enumerate(of_context):
-                is_first = place == 0 and rank == 0
-                offered.append((chance * own, after >= 0 and not is_first))
+            ranked_choices = zip(tokens[list_index], next_lists[list_index], chances[list_index], strict=True)
+            for rank, (token, after, choice_chance) in enumerate(ranked_choices):
+                is_first = list_index == 0 and rank == 0
+                path_chances.append((chance * choice_chance, after >= 0 and not is_first))
                 if after >= 0:
-                    following.append(((*drafted, token), after, chance * own))
+                    following.append(((*drafted, token), after, chance * choice_chance))
                 assert after == 0 or not is_first
-        if len(tokens) > 1 and depth + 1 < len(found.tokens):
+        if len(tokens) > 1 and depth + 1 < len(slots.tokens):
             assert len(following) == 8
-            followed, left = ([c for c, chosen in offered[1:] if chosen == is_in] for is_in in (True, False))
+            followed, left = ([c for c, chosen in path_chances[1:] if chosen == is_in] for is_in in (True, False))
             assert min(followed) >= max(left, default=0.0) * 0.999
         contexts = following
     return num_contexts
@@ -100,14 +100,14 @@ def test_proposals_are_those_of_a_slow_network(family: str, in_c: bool, tiny_pai
         Request(PROMPT[: 4 + 3 * i], 9 + 3 * i, replace(SAMPLINGS[i], seed=9), 9 - 3 * i, NEVER, layout="tree")
         for i in range(3)
     ]
-    found = proposals_of(Engine(pair, num_slots=3, max_length=64, max_prefill_tokens=6), [*trees, *chains])
-    of_chains = [proposal for proposal in found if proposal.request.layout != "tree"]
-    of_trees = [proposal for proposal in found if proposal.request.layout == "tree"]
-    assert {len(proposal.found.tokens) for proposal in of_chains} >= {1, 2, 3, 5}
-    assert {len(proposal.found.tokens) for proposal in of_trees} >= {2, 4}
-    for proposal in of_chains[::2]:
+    proposals = proposals_of(Engine(pair, num_slots=3, max_length=64, max_prefill_tokens=6), [*trees, *chains])
+    chain_proposals = [proposal for proposal in proposals if proposal.request.layout != "tree"]
+    tree_proposals = [proposal for proposal in proposals if proposal.request.layout == "tree"]
+    assert {len(proposal.found.tokens) for proposal in chain_proposals} >= {1, 2, 3, 5}
+    assert {len(proposal.found.tokens) for proposal in tree_proposals} >= {2, 4}
+    for proposal in chain_proposals[::2]:
         check(pair, slow, proposal)
-    assert max(check(pair, slow, proposal) for proposal in of_trees[::4]) == 1 + 8 * 3
+    assert max(check(pair, slow, proposal) for proposal in tree_proposals[::4]) == 1 + 8 * 3
 
 
 # --- passes and hidden states ---
@@ -119,9 +119,9 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
     """
     counts, entries = list[int](), PreparedEagle3._entries
 
-    def counted(self: PreparedEagle3, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(self: PreparedEagle3, tokens: torch.Tensor, *inputs: Any) -> torch.Tensor:
         counts.append(len(tokens))
-        return entries(self, tokens, *rest)
+        return entries(self, tokens, *inputs)
 
     monkeypatch.setattr(PreparedEagle3, "_entries", counted)
     engine = Engine(eagle_pair, num_slots=2, max_length=64, max_prefill_tokens=12)
@@ -135,16 +135,16 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
         return counts, {step.request_id: step.num_accepted + 1 for step in engine.step()}
 
     assert advance() == ([12], {chain: 1})  # the first prompt, and two tokens of the second
-    of_step, emitted = advance()
-    assert of_step == [1, 1, 9]
+    step_counts, emitted = advance()
+    assert step_counts == [1, 1, 9]
     resize(engine, tree, 1)
     lacking = emitted[chain]
-    of_step, emitted = advance()
-    assert of_step == [lacking, 1, 1]
+    step_counts, emitted = advance()
+    assert step_counts == [lacking, 1, 1]
     resize(engine, chain, 1)
     resize(engine, tree, 4)
-    of_step, _ = advance()
-    assert of_step == [1, 8, 8]
+    step_counts, _ = advance()
+    assert step_counts == [1, 8, 8]
 
 
 @torch.inference_mode()
@@ -162,8 +162,8 @@ def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: 
         if step.finish_reason is None:
             engine._drafter.update_cache(engine._rows, [0])
             shown.append((len(tokens), engine._drafter.cache.hidden[0].clone()))  # type: ignore[attr-defined]
-    known = know(eagle_pair, [Text(tuple(tokens), len(PROMPT), len(tokens), Sampling())])
+    known_texts = know(eagle_pair, [Text(tuple(tokens), len(PROMPT), len(tokens), Sampling())])
     for length, context in shown:
-        torch.testing.assert_close(context, known.context[0, length - 2], rtol=1e-4, atol=1e-4)
-    assert torch.equal(known.prefill_context, known.context[:, len(PROMPT) - 1])
+        torch.testing.assert_close(context, known_texts.context[0, length - 2], rtol=1e-4, atol=1e-4)
+    assert torch.equal(known_texts.prefill_context, known_texts.context[:, len(PROMPT) - 1])
     assert len(shown) > 4

@@ -105,7 +105,7 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     engine = Engine(tiny_pair, policy=lambda prefill: seen.append(prefill) or 5, **sizes)
     requests = [Request(prompt, 12, sampling, size, NEVER) for prompt, size in ((LONG, None), (PROMPT, 1), (LONG, 2))]
     steps = run(engine, requests)
-    assert [of_request[1].block_size for of_request in steps] == [5, 1, 2]
+    assert [request_steps[1].block_size for request_steps in steps] == [5, 1, 2]
     assert all(step.tree.is_chain for step in steps[0])
     [prefill] = seen
     assert (prefill.num_prompt_tokens, prefill.temperature) == (len(LONG), 0.7)
@@ -115,9 +115,9 @@ def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_
     features = [expected.hidden_states[i + 1][0, -1] for i in tiny_pair.draft.options.target_layer_ids]
     assert prefill.context is not None
     torch.testing.assert_close(prefill.context, tiny_pair.draft.fuse(torch.cat(features)), rtol=1e-4, atol=1e-4)
-    known = know(tiny_pair, [Text((*LONG, *text_of(steps[0])), len(LONG), len(LONG) + 12, Sampling())])
-    torch.testing.assert_close(prefill.context, known.prefill_context[0], rtol=1e-4, atol=1e-4)
-    contexts = [of_request[0].prefill.context is None for of_request in steps if of_request[0].prefill]
+    known_texts = know(tiny_pair, [Text((*LONG, *text_of(steps[0])), len(LONG), len(LONG) + 12, Sampling())])
+    torch.testing.assert_close(prefill.context, known_texts.prefill_context[0], rtol=1e-4, atol=1e-4)
+    contexts = [request_steps[0].prefill.context is None for request_steps in steps if request_steps[0].prefill]
     assert contexts == [False, True, False]  # a request that never drafts has none
 
 
@@ -138,8 +138,8 @@ def test_what_goes_wrong_with_a_request_ends_it_alone(
     engine.on_failure = lambda request_id, error: failed.append(request_id)
     texts = dict[int, tuple[int, ...]]()
     for i, (size, layout) in enumerate(((None, "auto"), (4, "chain"), (3, "tree"))):
-        asked = Request(PROMPT[i:], 20, sampling, size, NEVER, layout=layout)  # type: ignore[arg-type]
-        texts[engine.add(asked)] = ()
+        request = Request(PROMPT[i:], 20, sampling, size, NEVER, layout=layout)  # type: ignore[arg-type]
+        texts[engine.add(request)] = ()
     logits, num_steps = engine._target.logits, 0
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:

@@ -122,9 +122,9 @@ class Trial:
             outcome = self.engine.controller.outcomes[-1]
             num_drafted = outcome.load.num_drafted
             assert outcome.num_prompt_tokens <= self.sizes["max_prefill_tokens"]
-        made = self._passes()
-        assert made.target == bool(self.running)
-        assert made.draft == (num_drafted > 0) or self.pair.draft.is_sequential
+        passes_run = self._passes()
+        assert passes_run.target == bool(self.running)
+        assert passes_run.draft == (num_drafted > 0) or self.pair.draft.is_sequential
         assert num_drafted or not any(source & DRAFTED for step in steps for source in step.tree.sources)
         assert sorted(step.request_id for step in steps if step.block_size) == sorted(decoding)
         assert len({step.request_id for step in steps}) == len(steps)

@@ -66,8 +66,8 @@ PAIRS: dict[str, Callable[[pytest.FixtureRequest], Pair]] = {
 
 def shown(steps: Sequence[Step]) -> tuple[object, ...]:
     """All results of a request that a client gets."""
-    of_answer = [of_token for step in steps for of_token in step.logprobs]
-    return text_of(steps), steps[-1].finish_reason, of_answer, steps[0].prompt_logprobs
+    answer_logprobs = [token_logprobs for step in steps for token_logprobs in step.logprobs]
+    return text_of(steps), steps[-1].finish_reason, answer_logprobs, steps[0].prompt_logprobs
 
 
 def random_requests(
@@ -106,8 +106,8 @@ def check_random_requests(pair: Pair, num: int, seed: int, least_prompt: int = 3
         options = [*policies, {"controller": controller}][int(rng.integers(3))]
         crowd = Engine(pair, max_length=MAX_LENGTH, prefix_tokens=256, **sizes, **options)
         for _ in range(2):  # the second time from the prefix cache
-            for request, steps, of_plain in zip(requests, run(crowd, requests), plain, strict=True):
-                assert shown(steps) == shown(of_plain), request
+            for request, steps, plain_steps in zip(requests, run(crowd, requests), plain, strict=True):
+                assert shown(steps) == shown(plain_steps), request
                 sources.update(source for step in steps for source in step.accepted_sources)
     return sources
 

@@ -27,20 +27,20 @@ def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Seque
     """Up to 5 choices of every slot after up to 3 others; many of their probabilities are equal, some are 0."""
     num, lists, k, laters = sum(depths), *(int(draws.integers(1, most)) for most in (4, 6, 4))
     chances = -np.sort(-draws.integers(0, 9, (laters, num, lists, k)) / 8, axis=-1)
-    places = draws.integers(-1, lists, (num, lists, k))
-    places[:, 0, 0] = 0
+    next_lists = draws.integers(-1, lists, (num, lists, k))
+    next_lists[:, 0, 0] = 0
     tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k].copy()
     ends, drafted = np.cumsum(np.array(depths, dtype=int)), np.array(depths, dtype=int)
-    lists = Lists(ends - depths, drafted, tokens, chances, places)
+    lists = Lists(ends - depths, drafted, tokens, chances, next_lists)
     return StepCandidates(slots or range(len(depths)), drafted, lists, unknown=-1)
 
 
-def slow(offered: StepCandidates, r: int, widest: int, most: int) -> list[Node]:
+def slow(candidates: StepCandidates, r: int, widest: int, most: int) -> list[Node]:
     """Nodes of a row, from the `widest` best choices of each list; choices are indices among those of all rows."""
-    slots = offered.row_slots(r)
+    slots = candidates.row_slots(r)
     tokens = [[choices[:widest] for choices in lists] for lists in slots.tokens]
-    places = offered.lists.next_lists
-    start = int(offered.lists.firsts[r]) * places[0].size if len(places) else 0
+    next_lists = candidates.lists.next_lists
+    start = int(candidates.lists.firsts[r]) * next_lists[0].size if len(next_lists) else 0
     nodes = [
         node for node, _ in zip(best_first(choices_of(slots._replace(tokens=tokens))), range(most), strict=False)
     ]
@@ -58,10 +58,10 @@ class AskedRow(NamedTuple):
     block_size: int | None
 
 
-def row_of(asked: AskedRow) -> Row:
-    request = Request((1,), 100, block_size=asked.block_size, layout=asked.layout)
-    adapts = asked.block_size is None
-    return Row(0, request, 101, [1], None, block_size=asked.block_size or 0, adapts=adapts)
+def row_of(row_spec: AskedRow) -> Row:
+    request = Request((1,), 100, block_size=row_spec.block_size, layout=row_spec.layout)
+    adapts = row_spec.block_size is None
+    return Row(0, request, 101, [1], None, block_size=row_spec.block_size or 0, adapts=adapts)
 
 
 ASKED = st.builds(AskedRow, st.sampled_from(["auto", "chain", "tree"]), st.none() | st.integers(2, 12))
@@ -71,47 +71,47 @@ ASKED = st.builds(AskedRow, st.sampled_from(["auto", "chain", "tree"]), st.none(
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(ASKED, st.integers(0, 4)), min_size=1, max_size=5), SEEDS)
 def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
-    by: str, asked: list[tuple[AskedRow, int]], seed: int
+    by: str, row_specs: list[tuple[AskedRow, int]], seed: int
 ) -> None:
     """Trees and chains, of rows that adapt and of fixed size; some draft nothing."""
     draws = np.random.default_rng(seed)
-    rows = [row_of(of_row) for of_row, _ in asked]
-    drafting_slots = [slot for slot, (_, depth) in enumerate(asked) if depth]
-    depths, most = [asked[slot][1] for slot in drafting_slots], int(draws.integers(11, 32))
-    offered = random_offer(draws, depths, drafting_slots) if depths else None
+    rows = [row_of(row_spec) for row_spec, _ in row_specs]
+    drafting_slots = [slot for slot, (_, depth) in enumerate(row_specs) if depth]
+    depths, most = [row_specs[slot][1] for slot in drafting_slots], int(draws.integers(11, 32))
+    candidates = random_offer(draws, depths, drafting_slots) if depths else None
     shown = list[list[float]]()
     sizes = draws.integers(0, most + 1, len(rows)).tolist()
 
     def select(trees: Trees) -> Array:
         chances, nums = trees.nodes.chances, trees.nodes.num.tolist()
-        shown.extend(of_row[:num].tolist() for of_row, num in zip(chances, nums, strict=True))
+        shown.extend(row_chances[:num].tolist() for row_chances, num in zip(chances, nums, strict=True))
         return np.array([min(size, num) for size, num in zip(sizes, nums, strict=False)])
 
     with pytest.MonkeyPatch.context() as patch:
         if by == "Python":
             patch.setattr(growing, "has_functions", lambda: False)
-        found = grow_all(rows, offered, np.zeros(len(rows), dtype=int), select, most)
+        grown = grow_all(rows, candidates, np.zeros(len(rows), dtype=int), select, most)
     expected = dict[int, list[Node]]()
     may_be_taken = list[list[float]]()
-    for place, slot in enumerate(drafting_slots):
+    for index, slot in enumerate(drafting_slots):
         row = rows[slot]
-        assert offered is not None
+        assert candidates is not None
         limit = most if row.adapts else row.next_block_size - 1
-        nodes = slow(offered, place, offered.lists.next_lists.shape[2] if row.is_tree else 1, limit)
+        nodes = slow(candidates, index, candidates.lists.next_lists.shape[2] if row.is_tree else 1, limit)
         if row.adapts:
             may_be_taken.append([node.chance for node in nodes])
             nodes = nodes[: sizes[len(may_be_taken) - 1]]
         expected[slot] = nodes
     assert shown == may_be_taken
-    assert nodes_of(found) == {
-        slot: [with_token(offered, node) for node in nodes] for slot, nodes in expected.items()
+    assert nodes_of(grown) == {
+        slot: [with_token(candidates, node) for node in nodes] for slot, nodes in expected.items()
     }
-    assert list(found.trees) == [tree_of(nodes) for nodes in nodes_of(found).values()]
+    assert list(grown.trees) == [tree_of(nodes) for nodes in nodes_of(grown).values()]
 
 
-def with_token(offered: StepCandidates | None, node: Node) -> Node:
-    assert offered is not None
-    return node._replace(token=int(offered.lists.tokens.reshape(-1)[node.choice_index]), source=DRAFTED)
+def with_token(candidates: StepCandidates | None, node: Node) -> Node:
+    assert candidates is not None
+    return node._replace(token=int(candidates.lists.tokens.reshape(-1)[node.choice_index]), source=DRAFTED)
 
 
 # --- paths of earlier text together with the draft's choices ---
@@ -127,48 +127,48 @@ class Merged(NamedTuple):
 
 
 def slow_merged(
-    offered: StepCandidates, r: int, place: int, paths: Paths, slot: int, weights: Array
+    candidates: StepCandidates, r: int, merged_row: int, paths: Paths, slot: int, weights: Array
 ) -> dict[Any, Merged]:
-    """Every node with a positive probability, by its path; r, place: the row in `offered` and after the merge."""
-    of_draft, lists, found = offered.row_slots(r), offered.lists, dict[Any, Merged]()
+    """Every node with a positive probability, by its path; r, merged_row: its row before and after the merge."""
+    draft_slots, lists, nodes = candidates.row_slots(r), candidates.lists, dict[Any, Merged]()
     path = paths.tokens[slot, : paths.sizes[slot]].tolist()
     start, (contexts, width) = int(lists.firsts[r]), lists.next_lists.shape[1:]
 
-    def chance_of(depth: int, own: float | None, rank: int, *, speaks: bool) -> float:
-        p = min(max(own or 0.0, 1e-4), 1 - 1e-4)
-        logit = np.log(p / (1 - p)) / 5 if own is not None else 0.0
+    def chance_of(depth: int, draft_chance: float | None, rank: int, *, speaks: bool) -> float:
+        p = min(max(draft_chance or 0.0, 1e-4), 1 - 1e-4)
+        logit = np.log(p / (1 - p)) / 5 if draft_chance is not None else 0.0
         flags = [rank == 0, rank > 0, speaks and rank < 0]
-        length, *others = paths.known[slot]
-        inputs = np.array([1, np.log2(length + depth) / 5, *others, depth > 0, logit, *flags], dtype=float)
+        length, *match_inputs = paths.known[slot]
+        inputs = np.array([1, np.log2(length + depth) / 5, *match_inputs, depth > 0, logit, *flags], dtype=float)
         return float(logistic(weights[paths.drawn[slot]] @ inputs))
 
     def visit(prefix: tuple[int, ...], after: int, num_later: int, above: float) -> None:
         depth, follows = len(prefix), list(prefix) == path[: len(prefix)]
-        speaks = depth < len(of_draft.tokens) and after >= 0
-        at = min(num_later, len(of_draft.chances) - 1)
-        choices = list(enumerate(of_draft.tokens[depth][after])) if speaks else []
-        chances = of_draft.chances[at][depth][after] if speaks else []
+        speaks = depth < len(draft_slots.tokens) and after >= 0
+        at = min(num_later, len(draft_slots.chances) - 1)
+        choices = list(enumerate(draft_slots.tokens[depth][after])) if speaks else []
+        chances = draft_slots.chances[at][depth][after] if speaks else []
         token = path[depth] if follows and depth < len(path) else None
-        rank = next((k for k, each in choices if each == token and chances[k] > 0), -1)
-        left, of_path = 1.0, 0.0
+        rank = next((k for k, choice in choices if choice == token and chances[k] > 0), -1)
+        left, path_chance = 1.0, 0.0
         if token is not None:
-            own = chances[rank] if rank >= 0 else None
-            of_path = chance_of(depth, own, rank, speaks=speaks)
-            left = min(1.0, (1 - of_path) / max(1 - (own or 0.0), 1e-4))
-        for k, each in choices:
-            chance = above * (of_path if k == rank else chances[k] * left)
+            draft_chance = chances[rank] if rank >= 0 else None
+            path_chance = chance_of(depth, draft_chance, rank, speaks=speaks)
+            left = min(1.0, (1 - path_chance) / max(1 - (draft_chance or 0.0), 1e-4))
+        for k, choice in choices:
+            chance = above * (path_chance if k == rank else chances[k] * left)
             if chance > 0:
-                step = place * paths.tokens.shape[1] + depth if k == rank else -1
+                step = merged_row * paths.tokens.shape[1] + depth if k == rank else -1
                 flat = ((start + depth) * contexts + after) * width + k
-                found[*prefix, each] = Merged(chance, flat, step, num_later)
-                visit((*prefix, each), of_draft.next_lists[depth][after][k], num_later + (k > 0), chance)
-        if token is not None and rank < 0 and of_path > 0:
-            step = place * paths.tokens.shape[1] + depth
-            found[*prefix, token] = Merged(above * of_path, -1, step, num_later)
-            visit((*prefix, token), offered.unknown, num_later + 1, above * of_path)
+                nodes[*prefix, choice] = Merged(chance, flat, step, num_later)
+                visit((*prefix, choice), draft_slots.next_lists[depth][after][k], num_later + (k > 0), chance)
+        if token is not None and rank < 0 and path_chance > 0:
+            step = merged_row * paths.tokens.shape[1] + depth
+            nodes[*prefix, token] = Merged(above * path_chance, -1, step, num_later)
+            visit((*prefix, token), candidates.unknown, num_later + 1, above * path_chance)
 
     visit((), 0, 0, 1.0)
-    return found
+    return nodes
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=3), SEEDS)
@@ -180,38 +180,38 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
     assume(any(size for _, size in sizes))
     draws = np.random.default_rng(seed)
     drafting = [slot for slot, (depth, _) in enumerate(sizes) if depth]
-    offered = random_offer(draws, [sizes[slot][0] for slot in drafting], drafting) if drafting else None
-    if offered is not None:
-        few = offered.lists.tokens % 6  # so that paths contain them
+    candidates = random_offer(draws, [sizes[slot][0] for slot in drafting], drafting) if drafting else None
+    if candidates is not None:
+        few = candidates.lists.tokens % 6  # so that paths contain them
         few = np.where(few == np.roll(few, 1, axis=-1), few + 10 * (1 + np.arange(few.shape[-1])), few)
         few = few + 100 * np.arange(few.shape[-1]) * (np.arange(few.shape[-1]) > 1)  # unique tokens in a list
-        apart = bool(draws.random() < 0.5) and offered.lists.next_lists.shape[1] == 1
-        places = np.zeros_like(offered.lists.next_lists) if apart else offered.lists.next_lists
-        offered = offered._replace(
-            lists=offered.lists._replace(tokens=few, next_lists=places), unknown=0 if apart else -1
+        is_unlinked = bool(draws.random() < 0.5) and candidates.lists.next_lists.shape[1] == 1
+        next_lists = np.zeros_like(candidates.lists.next_lists) if is_unlinked else candidates.lists.next_lists
+        candidates = candidates._replace(
+            lists=candidates.lists._replace(tokens=few, next_lists=next_lists), unknown=0 if is_unlinked else -1
         )
     tokens = draws.integers(0, 6, (len(sizes), 4)).astype(np.int32)
-    known = np.abs(draws.normal(2, 1, (len(sizes), len(OF_MATCH)))) + 1
-    paths = Paths(tokens, np.array([size for _, size in sizes]), known, draws.integers(0, 2, len(sizes)), known)
+    inputs = np.abs(draws.normal(2, 1, (len(sizes), len(OF_MATCH)))) + 1
+    paths = Paths(tokens, np.array([size for _, size in sizes]), inputs, draws.integers(0, 2, len(sizes)), inputs)
     weights = draws.normal(0, 1, (2, PATH_INPUTS))
-    merged = merge_paths(offered, paths, weights)
+    merged = merge_paths(candidates, paths, weights)
     rows, room = [row_of(AskedRow("tree", None))] * len(sizes), 400
     every = nodes_of(grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.nodes.num, room))
     for slot in range(len(sizes)):
         nodes = every.get(slot, [])
-        prefixes, found = [()], dict[Any, Merged]()
+        prefixes, nodes_by_path = [()], dict[Any, Merged]()
         for node in nodes:
             prefixes.append((*prefixes[node.parent], node.token))
-            assert prefixes[-1] not in found
-            found[prefixes[-1]] = Merged(node.chance, node.choice_index, node.path_index, node.num_later)
-        place = merged.slots.index(slot) if slot in merged.slots else -1
-        if slot in drafting and offered is not None:
-            expected = slow_merged(offered, drafting.index(slot), place, paths, slot, weights)
+            assert prefixes[-1] not in nodes_by_path
+            nodes_by_path[prefixes[-1]] = Merged(node.chance, node.choice_index, node.path_index, node.num_later)
+        merged_row = merged.slots.index(slot) if slot in merged.slots else -1
+        if slot in drafting and candidates is not None:
+            expected = slow_merged(candidates, drafting.index(slot), merged_row, paths, slot, weights)
         else:
             nothing = random_offer(draws, [0], [slot])
-            expected = slow_merged(nothing, 0, place, paths, slot, weights)
-        assert found.keys() == expected.keys()
-        for prefix, node in found.items():
+            expected = slow_merged(nothing, 0, merged_row, paths, slot, weights)
+        assert nodes_by_path.keys() == expected.keys()
+        for prefix, node in nodes_by_path.items():
             assert node.chance == pytest.approx(expected[prefix].chance, rel=1e-6, abs=1e-12)
             assert node[1:] == expected[prefix][1:]
         assert all(a.chance >= b.chance for a, b in pairwise(nodes))
@@ -222,14 +222,14 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
 
 def slow_verified(trees: Sequence[Sequence[Node]], emitted: Sequence[Sequence[int]]) -> list[tuple[int, int, bool]]:
     """Outcomes by paths: (choice, later choices, right) if the parent's path is a prefix and the text continues."""
-    found = list[tuple[int, int, bool]]()
+    node_outcomes = list[tuple[int, int, bool]]()
     for nodes, text in zip(trees, emitted, strict=True):
         paths: list[tuple[int, ...]] = [()]
         for node in nodes:
             paths.append((*paths[node.parent], node.token))
             if len(paths[-1]) <= len(text) and paths[node.parent] == tuple(text[: len(paths[-1]) - 1]):
-                found.append((node.choice_index, node.num_later, paths[-1] == tuple(text[: len(paths[-1])])))
-    return found
+                node_outcomes.append((node.choice_index, node.num_later, paths[-1] == tuple(text[: len(paths[-1])])))
+    return node_outcomes
 
 
 def outcomes(
@@ -244,18 +244,18 @@ def outcomes(
     return verified(rows, grown_of(trees), paths, steps, None)
 
 
-def listed(found: VerifiedNodes) -> list[tuple[Any, ...]]:
-    return list(zip(*(values.tolist() for values in found[:3]), strict=True))
+def listed(verified_nodes: VerifiedNodes) -> list[tuple[Any, ...]]:
+    return list(zip(*(values.tolist() for values in verified_nodes[:3]), strict=True))
 
 
 @given(DEPTHS, SEEDS)
 def test_what_was_verified_is_what_the_texts_say(depths: list[int], seed: int) -> None:
     """Outcomes in random trees and texts along them, which may end anywhere on the accepted path."""
     draws = np.random.default_rng(seed)
-    offered = random_offer(draws, depths)
+    candidates = random_offer(draws, depths)
     trees, taken, emitted = list[list[Node]](), list[list[int]](), list[list[int]]()
     for r in range(len(depths)):
-        nodes = slow(offered, r, 5, int(draws.integers(0, 20)))
+        nodes = slow(candidates, r, 5, int(draws.integers(0, 20)))
         tree = tree_of(nodes)
         chosen = [int(draws.integers(0, NUM_TOKENS)) for _ in range(1 + len(nodes))]
         for parent, token in zip(tree.parents, tree.tokens, strict=True):

@@ -45,9 +45,9 @@ def calls_of(controller: Watched) -> tuple[list[Plan], list[Selection]]:
     """Lists to which every call of a controller is appended."""
     plan, select, plans, selections = controller.plan, controller.select, list[Plan](), list[Selection]()
 
-    def watched_plan(rows: Planned, beside: Load) -> np.ndarray:
-        depths = plan(rows, beside)
-        plans.append(Plan(rows, beside, depths.tolist()))
+    def watched_plan(rows: Planned, other_load: Load) -> np.ndarray:
+        depths = plan(rows, other_load)
+        plans.append(Plan(rows, other_load, depths.tolist()))
         return depths
 
     def watched_select(trees: Trees, drafted: Load) -> np.ndarray:
@@ -87,15 +87,15 @@ class Reader:
         assert len(self.plans) == any(adapts)
         if any(adapts):
             [plan] = self.plans
-            free = [i for i, of_row in zip(ids, adapts, strict=True) if of_row]
+            free = [i for i, is_free in zip(ids, adapts, strict=True) if is_free]
             assert plan.beside == Load(len(ids) - len(free), sum(depths), sum(fixed), passes(depths, is_sequential))
             assert plan.rows.kinds.tolist() == [not self.requests[i].sampling.is_greedy for i in free]
             assert plan.rows.deepest.tolist() == [max(0, min(DEEPEST, self.room(i) - 1)) for i in free]
             planned = list(plan.depths)
-            depths = [planned.pop(0) if of_row else depth for depth, of_row in zip(depths, adapts, strict=True)]
+            depths = [planned.pop(0) if is_free else depth for depth, is_free in zip(depths, adapts, strict=True)]
         # 2. One pass drafts to these depths; the selected candidates are verified.
         drafting = [index for index, depth in enumerate(depths) if depth]
-        assert [of_pass.depths for of_pass in drafted] == [[depths[index] for index in drafting]] * bool(drafting)
+        assert [draft_pass.depths for draft_pass in drafted] == [[depths[i] for i in drafting]] * bool(drafting)
         num_passes, free = passes(depths, is_sequential), [index for index in drafting if adapts[index]]
         assert len(self.selections) == bool(free)
         for trees, load, sizes in self.selections:
@@ -106,7 +106,7 @@ class Reader:
         assert outcome.load == Load(len(ids), sum(depths), sum(step.block_size - 1 for step in decoded), num_passes)
         verified = self.controller.verified[-1]
         right = [pair for index in free for pair in self.rightness(decoded[index])]
-        tokens = [pair for of_pass in drafted for pair in tokens_of(of_pass, verified.choice_index)]
+        tokens = [pair for draft_pass in drafted for pair in tokens_of(draft_pass, verified.choice_index)]
         assert sorted(zip(tokens, verified.right.tolist(), strict=True)) == sorted(right)
         for step in steps:
             self.num_emitted[step.request_id] += len(step.tokens)
@@ -123,9 +123,11 @@ class Reader:
         return nodes
 
 
-def tokens_of(of_pass: Pass, choices: np.ndarray) -> list[int]:
+def tokens_of(draft_pass: Pass, choices: np.ndarray) -> list[int]:
     """Tokens of choices, given as flat indices in the proposal."""
-    candidates = of_pass.found.candidates if isinstance(of_pass.found, ConditionalCandidates) else of_pass.found
+    candidates = (
+        draft_pass.found.candidates if isinstance(draft_pass.found, ConditionalCandidates) else draft_pass.found
+    )
     tokens: list[int] = candidates.tokens.reshape(-1)[torch.from_numpy(choices)].tolist()
     return tokens
 
@@ -168,11 +170,11 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
     sizes = {"num_slots": num_slots, "max_length": 128, "max_block_size": MAX_BLOCK_SIZE, "max_prefill_tokens": 12}
     engine = Engine(pair, controller=controller, **sizes)  # type: ignore[arg-type]
     if pair is tiny_pair:
-        whole = [(*of.prompt_ids, *text) for of, text in zip(requests, texts[Sampling()], strict=True)]
+        whole = [(*request.prompt_ids, *text) for request, text in zip(requests, texts[Sampling()], strict=True)]
         scatter(engine, whole, 2, monkeypatch)
     drafted, reader = watch(engine, monkeypatch), Reader(requests, expected, controller)
-    for of_one in requests:
-        engine.add(of_one)
+    for request in requests:
+        engine.add(request)
     before, emitted = controller.model.weights.copy(), [list[int]() for _ in requests]
     while not engine.idle:
         drafted.clear()
@@ -182,7 +184,7 @@ def test_a_controller_is_told_what_a_slow_reading_of_all_steps_says(
             emitted[step.request_id] += step.tokens
     assert list(map(tuple, emitted)) == expected
     prompts = [outcome.num_prompt_tokens for outcome in controller.outcomes]
-    assert sum(prompts) == sum(len(of_one.prompt_ids) for of_one in requests)
+    assert sum(prompts) == sum(len(request.prompt_ids) for request in requests)
     assert max(prompts) <= 12
     right = np.concatenate([verified.right for verified in controller.verified])
     assert 2 < right.sum() < len(right) / 2

@@ -38,23 +38,23 @@ def test_eight_thousand_tokens_beside_trees_and_again_from_the_prefix_cache() ->
     engine = Engine(pair, num_slots=2, max_length=8192, max_prefill_tokens=PART, prefix_tokens=8192)
     neighbour = Request(prompt[-30:], 150, HOT, 6, NEVER, layout="tree")
     long = Request(prompt, 20, HOT, 6, NEVER, layout="tree")
-    beside, steps = run(engine, [neighbour, long])
-    assert text_of(beside) == plain_text(pair, neighbour.prompt_ids, 150, HOT)
-    assert any(not step.tree.is_chain for step in beside)
+    neighbour_steps, steps = run(engine, [neighbour, long])
+    assert text_of(neighbour_steps) == plain_text(pair, neighbour.prompt_ids, 150, HOT)
+    assert any(not step.tree.is_chain for step in neighbour_steps)
     text = text_of(steps)
     turn = replace(long, prompt_ids=(*prompt, *text, *prompt[:20]))
-    [again] = run(engine, [turn])
-    assert again[0].num_reused == (len(prompt) + len(text) - 1) // 16 * 16
+    [cached_steps] = run(engine, [turn])
+    assert cached_steps[0].num_reused == (len(prompt) + len(text) - 1) // 16 * 16
     assert is_own_text(pair, prompt, text, HOT)
-    assert is_own_text(pair, turn.prompt_ids, text_of(again), HOT)
+    assert is_own_text(pair, turn.prompt_ids, text_of(cached_steps), HOT)
 
 
 def test_memory_is_that_of_the_caches_and_of_one_part() -> None:
     """Memory growth of a separate process with both slots full and as many tokens in the prefix cache."""
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     code = "from engine.test_long_prompts import grown; print(*grown())"
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    grown_bytes, cache_bytes = map(int, found.stdout.split())
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    grown_bytes, cache_bytes = map(int, result.stdout.split())
     assert cache_bytes > 30 * MIB
     assert 0.8 * cache_bytes < grown_bytes < cache_bytes + WORKSPACE
 
@@ -93,6 +93,6 @@ def test_two_thousand_tokens_on_the_embedded_pair(bfloat16_pair: Pair) -> None:
     engine = Engine(pair, num_slots=2, max_length=2048, max_prefill_tokens=PART, prefix_tokens=4096)
     trees = [replace(request, block_size=8, layout="tree") for request in plain]
     assert [text_of(steps) for steps in run(engine, trees)] == expected
-    [again] = run(engine, trees[1:])
-    assert text_of(again) == expected[1]
-    assert again[0].num_reused == 1888
+    [cached_steps] = run(engine, trees[1:])
+    assert text_of(cached_steps) == expected[1]
+    assert cached_steps[0].num_reused == 1888

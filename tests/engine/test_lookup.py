@@ -47,10 +47,10 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
     """Paths of accepted tokens only, of rows that join, leave and move, with chunked or cached prompts."""
     engine = Engine(tiny_pair, num_slots=3, max_length=400, max_prefill_tokens=50, prefix_tokens=400)
     texts, held, expected = dict[Row, int](), dict[Row, float](), dict[Row, int]()
-    of_lookup, compared = engine._lookup.paths, list[bool]()
+    lookup_paths, compared = engine._lookup.paths, list[bool]()
 
     def watched(rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        found = of_lookup(rows, drawn, most, lambda paths: paths)
+        row_paths = lookup_paths(rows, drawn, most, lambda paths: paths)
         for r, row in enumerate(rows):
             if (before := texts.get(row)) is not None and len(row.tokens) > before and expected[row] >= 0:
                 held[row] = 0.8 * held[row] + 0.2 * (row.tokens[before] == expected[row])
@@ -58,23 +58,23 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
             texts[row], expected[row] = len(row.tokens), following[0] if row.looks_up and following else -1
             held.setdefault(row, 0.5)
             if not row.looks_up:
-                assert found is None or not found.sizes[r]
+                assert row_paths is None or not row_paths.sizes[r]
                 continue
             size = min(len(following), row.deepest)
-            assert (found.sizes[r] if found is not None else 0) == max(0, size)
-            if found is not None and size > 0:
-                assert found.tokens[r, :size].tolist() == following[:size]
-                assert found.known[r].tolist() == pytest.approx([length, agree, held[row]])
+            assert (row_paths.sizes[r] if row_paths is not None else 0) == max(0, size)
+            if row_paths is not None and size > 0:
+                assert row_paths.tokens[r, :size].tolist() == following[:size]
+                assert row_paths.known[r].tolist() == pytest.approx([length, agree, held[row]])
                 compared.append(True)
-        return found and follow(found)
+        return row_paths and follow(row_paths)
 
     engine._lookup.paths = watched  # type: ignore[method-assign]
     lengths, lookups = (25, 9, 40, 14, 33, 5, 21), (None, False, None, True, None, None, None)
     requests = [
         Request(
-            circles[i % 3 :], num, block_size=None if asked is not True else 4, stop_token_ids=NEVER, lookup=asked
+            circles[i % 3 :], num, block_size=None if lookup is not True else 4, stop_token_ids=NEVER, lookup=lookup
         )
-        for i, (num, asked) in enumerate(zip(lengths, lookups, strict=True))
+        for i, (num, lookup) in enumerate(zip(lengths, lookups, strict=True))
     ]
     run(engine, requests)
     assert len(compared) >= 8
@@ -86,8 +86,8 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
 def test_only_where_it_is_wanted(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
     """Lookup by default if the controller chooses, never in plain decoding. It saves steps; nodes have sources."""
 
-    def decode(**asked: Any) -> list[Step]:
-        request = Request(circles, NUM_TOKENS, stop_token_ids=NEVER, **asked)
+    def decode(**options: Any) -> list[Step]:
+        request = Request(circles, NUM_TOKENS, stop_token_ids=NEVER, **options)
         [steps] = run(Engine(tiny_pair, num_slots=1, max_length=400), [request])
         return steps
 
@@ -95,9 +95,9 @@ def test_only_where_it_is_wanted(tiny_pair: Pair, circles: tuple[int, ...]) -> N
     assert len(decode()) < NUM_TOKENS // 2
     for without in ({"lookup": False}, {"block_size": 4}, {"block_size": 1, "lookup": True}):
         assert looked_up(decode(**without)) == 0
-    asked = decode(block_size=9, lookup=True, layout="tree")
-    assert looked_up(asked) > NUM_TOKENS // 3
-    sources = {source for step in asked for source in step.tree.sources}
+    tree_steps = decode(block_size=9, lookup=True, layout="tree")
+    assert looked_up(tree_steps) > NUM_TOKENS // 3
+    sources = {source for step in tree_steps for source in step.tree.sources}
     assert {DRAFTED, LOOKED_UP} <= sources <= {DRAFTED, LOOKED_UP, DRAFTED | LOOKED_UP}
 
 
@@ -116,7 +116,7 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
     rights = list[bool]()
     while not engine.idle:
         steps = engine.step()
-        found = controller.verified[-1]
+        verified = controller.verified[-1]
         expected = list[bool]()
         for step in steps:
             paths = paths_of(step.tree)
@@ -124,9 +124,9 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
             for path, source in zip(paths[1:], step.tree.sources, strict=True):
                 if source & LOOKED_UP and path[:-1] in reached and len(path) <= len(step.tokens):
                     expected.append(path == step.tokens[: len(path)])
-        assert sorted(found.path_right.tolist()) == sorted(expected)
-        assert not found.path_drawn.any()
-        assert (found.path_inputs[:, 0] == 1).all()
+        assert sorted(verified.path_right.tolist()) == sorted(expected)
+        assert not verified.path_drawn.any()
+        assert (verified.path_inputs[:, 0] == 1).all()
         rights += expected
     assert sum(rights) > 10
     assert not np.array_equal(controller.model.paths.weights[0], first[0])

@@ -77,7 +77,7 @@ def test_the_guide_says_what_the_published_pairs_take() -> None:
         taken.setdefault(target, []).append((f"{weights / 2**30:.1f}", f"{size.token // 1024}", f"{slots}"))
         assert f"`{name}` {draft}" in row_of(target)[1]
     for target, pairs in taken.items():
-        assert tuple(row_of(target)[2:]) == max(pairs, key=lambda of_pair: float(of_pair[0]))
+        assert tuple(row_of(target)[2:]) == max(pairs, key=lambda figures: float(figures[0]))
 
 
 def row_of(target: str) -> list[str]:

@@ -52,9 +52,9 @@ def texts_that_differ(pair: Pair, num: int) -> list[int]:
         for i, prompt in enumerate(prompts)
     ]
     plain, batched = (Engine(pair, num_slots=slots, max_length=96, max_prefill_tokens=20) for slots in (1, 8))
-    found = map(text_of, run(batched, requests))
+    texts = map(text_of, run(batched, requests))
     expected = [text_of(run(plain, [replace(request, block_size=1)])[0]) for request in requests]
-    return [i for i, pair_of_texts in enumerate(zip(found, expected, strict=True)) if len(set(pair_of_texts)) > 1]
+    return [i for i, pair_of_texts in enumerate(zip(texts, expected, strict=True)) if len(set(pair_of_texts)) > 1]
 
 
 @pytest.mark.parametrize("name", TARGETS)

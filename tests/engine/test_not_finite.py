@@ -18,8 +18,8 @@ GOOD, LONG = tuple(range(30, 35)), tuple(range(20, 90))
 TARGETS = [tiny_target, tiny_mixture, tiny_hybrid, tiny_hybrid_mixture]
 
 
-def damaged_pair(dtype: torch.dtype, bad: Sequence[int], of: Callable[..., Any] = tiny_target) -> Pair:
-    target = of(num_hidden_layers=4, tie_word_embeddings=False)
+def damaged_pair(dtype: torch.dtype, bad: Sequence[int], new_target: Callable[..., Any] = tiny_target) -> Pair:
+    target = new_target(num_hidden_layers=4, tie_word_embeddings=False)
     target.model.embed_tokens.weight.data[list(bad)] = float("nan")
     return pair_of(target, dtype)
 

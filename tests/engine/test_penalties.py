@@ -42,10 +42,10 @@ def test_stop_strings_are_looked_for_after_the_least_length(tiny_pair: Pair) -> 
 def test_generate_takes_all_of_them(tiny_pair: Pair) -> None:
     """Parameters by name give the text of a request with the same sampling."""
     fields = {"min_p": 0.01, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
-    found = generate(
+    steps = generate(
         tiny_pair, PROMPT, max_new_tokens=20, temperature=1.0, seed=5, logit_bias={9: 2.0}, min_new_tokens=4, **fields
     )
-    assert text_of(list(found)) == decode(tiny_pair, logit_bias={9: 2.0}, **fields)
+    assert text_of(list(steps)) == decode(tiny_pair, logit_bias={9: 2.0}, **fields)
 
 
 def test_changed_logits_keep_what_bfloat16_would_lose() -> None:
@@ -53,7 +53,7 @@ def test_changed_logits_keep_what_bfloat16_would_lose() -> None:
     processor = LogitsProcessor.of(request)
     assert processor is not None
     logits = torch.full((1, 260), 30.0, dtype=torch.bfloat16)
-    found = processor(logits, PROMPT, [len(PROMPT)])
-    assert found.dtype == torch.float32
-    assert int(found.argmax()) == 3
+    changed_logits = processor(logits, PROMPT, [len(PROMPT)])
+    assert changed_logits.dtype == torch.float32
+    assert int(changed_logits.argmax()) == 3
     assert logits.eq(30.0).all()  # the target's logits are not changed

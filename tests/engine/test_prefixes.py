@@ -57,20 +57,20 @@ class Kept:
         row = self._row(text, salt, drafts)
         self.prefixes.reuse(row, 1)
         assert row.num_reused == row.num_cached < len(text)
-        for cache, made in zip(self.caches[: 1 + drafts], self._columns(text, salt), strict=False):
+        for cache, column_hashes in zip(self.caches[: 1 + drafts], self._columns(text, salt), strict=False):
             for column in range(row.num_reused):
-                assert (cache.layers[:, :, 1, :, column] == made[column]).all()
+                assert (cache.layers[:, :, 1, :, column] == column_hashes[column]).all()
         return row.num_reused
 
     def keep(self, text: Sequence[int], salt: str, drafts: bool) -> None:
-        for cache, made in zip(self.caches[: 1 + drafts], self._columns(text, salt), strict=False):
-            for column, number in enumerate(made):
+        for cache, column_hashes in zip(self.caches[: 1 + drafts], self._columns(text, salt), strict=False):
+            for column, number in enumerate(column_hashes):
                 cache.layers[:, :, 0, :, column] = number
         self.prefixes.keep([self._row(text, salt, drafts)], [Step(0, (1,), 1, 0, "length")])
 
-    def waits(self, asked: tuple[list[int], str, bool], beside: tuple[list[int], str, bool]) -> bool:
+    def waits(self, waiting: tuple[list[int], str, bool], prefilling: tuple[list[int], str, bool]) -> bool:
         """True if a request waits for another one in prefill."""
-        return self.prefixes.worth_waiting(self._row(*asked), [self._row(*beside)])
+        return self.prefixes.worth_waiting(self._row(*waiting), [self._row(*prefilling)])
 
     def _row(self, text: Sequence[int], salt: str, drafts: bool) -> Row:
         return Row(0, Request(tuple(text), 1, cache_salt=salt), 128, list(text), None, can_draft=drafts)
@@ -112,16 +112,16 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
 
 def test_a_request_waits_for_what_it_shares_and_does_not_find() -> None:
     kept, text = Kept(16 * PAGE), list(range(5 * PAGE))  # sharing 64 tokens is worth waiting for
-    assert kept.waits((text, "", True), beside=(text[:64], "", True))
-    assert not kept.waits((text, "", True), beside=(text[:63], "", True))
-    assert not kept.waits((text[:63], "", True), beside=(text[:63], "", True))
-    assert not kept.waits(([*text[:63], 0], "", True), beside=(text, "", True))
-    assert not kept.waits((text, "a", True), beside=(text, "", True))
-    assert not kept.waits((text, "", True), beside=(text, "", False))
-    assert kept.waits((text, "", False), beside=(text, "", True))
+    assert kept.waits((text, "", True), prefilling=(text[:64], "", True))
+    assert not kept.waits((text, "", True), prefilling=(text[:63], "", True))
+    assert not kept.waits((text[:63], "", True), prefilling=(text[:63], "", True))
+    assert not kept.waits(([*text[:63], 0], "", True), prefilling=(text, "", True))
+    assert not kept.waits((text, "a", True), prefilling=(text, "", True))
+    assert not kept.waits((text, "", True), prefilling=(text, "", False))
+    assert kept.waits((text, "", False), prefilling=(text, "", True))
     kept.keep(text[: PAGE + 1], "", True)
-    assert kept.waits((text, "", True), beside=(text, "", True))  # 16 cached, 64 more shared
-    assert not kept.waits((text, "", True), beside=(text[:-1], "", True))
+    assert kept.waits((text, "", True), prefilling=(text, "", True))  # 16 cached, 64 more shared
+    assert not kept.waits((text, "", True), prefilling=(text[:-1], "", True))
 
 
 # --- requests with a common prefix ---
@@ -134,14 +134,14 @@ def test_steps_on_a_hit_are_those_on_a_miss(pair: Pair, sampling: Sampling, layo
     engine, prompt = engine_of(pair), (*SYSTEM, *QUESTIONS[0])
     for turn, question in enumerate(QUESTIONS[1:]):
         request = asked(prompt, sampling=sampling, layout=layout)
-        [found], [expected] = run(engine, [request]), run(engine_of(pair, prefix_tokens=0), [request])
-        assert looks(found) == looks(expected)
-        assert text_of(found) == plain_text(pair, prompt, 30, sampling)
-        known = len(prompt) - len(question) - 1
-        assert [step.num_reused for step in found] == [known // PAGE * PAGE if turn else 0] + [0] * (len(found) - 1)
-        for seen, whole in zip(found[0].prefill[:2], expected[0].prefill[:2], strict=True):  # type: ignore[index]
+        [steps], [expected] = run(engine, [request]), run(engine_of(pair, prefix_tokens=0), [request])
+        assert looks(steps) == looks(expected)
+        assert text_of(steps) == plain_text(pair, prompt, 30, sampling)
+        num_old = len(prompt) - len(question) - 1
+        assert [step.num_reused for step in steps] == [num_old // PAGE * PAGE if turn else 0] + [0] * (len(steps) - 1)
+        for seen, whole in zip(steps[0].prefill[:2], expected[0].prefill[:2], strict=True):  # type: ignore[index]
             torch.testing.assert_close(seen, whole, rtol=1e-4, atol=1e-4)
-        prompt = (*prompt, *text_of(found), *question)
+        prompt = (*prompt, *text_of(steps), *question)
 
 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
@@ -150,26 +150,26 @@ def test_texts_that_part_where_a_page_ends(pair: Pair) -> None:
     engine = engine_of(pair)
     first, last = (asked((*SYSTEM[: 4 * PAGE], *question)) for question in QUESTIONS[:2])
     run(engine, [first])
-    [found], [expected] = run(engine, [last]), run(engine_of(pair), [last])
-    assert found[0].num_reused == 3 * PAGE
-    assert looks(found) == looks(expected)
+    [steps], [expected] = run(engine, [last]), run(engine_of(pair), [last])
+    assert steps[0].num_reused == 3 * PAGE
+    assert looks(steps) == looks(expected)
 
 
 @pytest.mark.parametrize("plainly", ["asked for", "chosen"])
 def test_only_a_row_that_never_drafts_leaves_no_context_to_those_that_do(eagle_pair: Pair, plainly: str) -> None:
     """Context is cached for a row whose steps are all plain by choice of the controller: it may still draft."""
     engine = engine_of(eagle_pair, controller=Told(3, [(0, 0)]))
-    first, *others = ((*SYSTEM, *question) for question in QUESTIONS)
+    first, *later_prompts = ((*SYSTEM, *question) for question in QUESTIONS)
     size = 1 if plainly == "asked for" else None
     run(engine, [asked(first, size=size)])
-    [also_plain] = run(engine, [asked(others[0], size=size)])
+    [also_plain] = run(engine, [asked(later_prompts[0], size=size)])
     assert not any(step.tree.tokens for step in also_plain)
-    for prompt, num in zip(others[1:], (0 if size else 64, 64), strict=True):
-        [found] = run(engine, [asked(prompt)])
-        assert found[0].num_reused == num
-        assert looks(found) == looks(run(engine_of(eagle_pair), [asked(prompt)])[0])
+    for prompt, num in zip(later_prompts[1:], (0 if size else 64, 64), strict=True):
+        [steps] = run(engine, [asked(prompt)])
+        assert steps[0].num_reused == num
+        assert looks(steps) == looks(run(engine_of(eagle_pair), [asked(prompt)])[0])
     assert also_plain[0].num_reused == 64
-    assert text_of(also_plain) == plain_text(eagle_pair, others[0], 30, HOT)
+    assert text_of(also_plain) == plain_text(eagle_pair, later_prompts[0], 30, HOT)
 
 
 def test_choices_of_one_prompt_compute_it_once(tiny_pair: Pair) -> None:
@@ -178,11 +178,11 @@ def test_choices_of_one_prompt_compute_it_once(tiny_pair: Pair) -> None:
     engine = engine_of(tiny_pair, num_slots=5, controller=controller, max_prefill_tokens=200)
     requests = [asked(SYSTEM, 10, replace(HOT, seed=i), None, "auto") for i in range(4)]
     unrelated = asked(QUESTIONS[0], 10)
-    found = run(engine, [requests[0], unrelated, *requests[1:]])
-    assert [steps[0].num_reused for steps in found] == [0, 0, 64, 64, 64]
+    answers = run(engine, [requests[0], unrelated, *requests[1:]])
+    assert [steps[0].num_reused for steps in answers] == [0, 0, 64, 64, 64]
     taken = [outcome.num_prompt_tokens for outcome in controller.outcomes]
     assert taken[:3] == [len(SYSTEM) + len(QUESTIONS[0]), 3 * (len(SYSTEM) - 64), 0]
-    for request, steps in zip((requests[0], unrelated, *requests[1:]), found, strict=True):
+    for request, steps in zip((requests[0], unrelated, *requests[1:]), answers, strict=True):
         assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, 10, request.sampling)
 
 
@@ -212,11 +212,11 @@ def test_nothing_is_kept_of_requests_that_fail_or_whose_step_does(
     assert (failed, engine.num_kept_tokens) == ([0], 0)
     request_id = engine.add(asked(SYSTEM))
     engine.step()
-    kept = engine.num_kept_tokens
+    num_kept = engine.num_kept_tokens
     with monkeypatch.context() as patch:
         patch.setattr(engine._drafter, "update_cache", refuse)
         for _ in range(8):
             with pytest.raises(TypeError):
                 engine.step()
     engine.cancel(request_id)
-    assert engine.num_kept_tokens == kept == 64
+    assert engine.num_kept_tokens == num_kept == 64

@@ -31,10 +31,10 @@ LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
 
 def left_in(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Mask [V] of the tokens that torch samples from, given logits [1, V]; a single one is the most probable."""
-    found = ranked_by_torch(logits, [7], [sampling], logits.shape[1], with_log_probs=True)
-    assert found.log_probs is not None
+    ranked = ranked_by_torch(logits, [7], [sampling], logits.shape[1], with_log_probs=True)
+    assert ranked.log_probs is not None
     return torch.zeros(logits.shape[1], dtype=torch.bool).index_fill_(
-        0, found.tokens[found.log_probs > -math.inf], True
+        0, ranked.tokens[ranked.log_probs > -math.inf], True
     )
 
 
@@ -43,10 +43,10 @@ def test_distribution_is_the_softmax(temperature: float, vary: str) -> None:
     num = 20_000
     sampling = [Sampling(temperature, seed=i if vary == "seed" else 5) for i in range(num)]
     positions = range(num) if vary == "position" else [9] * num
-    found = torch.bincount(keyed_sample(LOGITS.expand(num, -1), positions, sampling), minlength=len(LOGITS)).double()
+    counts = torch.bincount(keyed_sample(LOGITS.expand(num, -1), positions, sampling), minlength=len(LOGITS)).double()
     expected = (LOGITS / temperature).softmax(0).double()
     # One in 10,000 correct samplers would fail; the key is fixed, so this test never fails by chance.
-    assert chisquare(found.numpy(), (expected / expected.sum() * num).numpy()).pvalue > 1e-4
+    assert chisquare(counts.numpy(), (expected / expected.sum() * num).numpy()).pvalue > 1e-4
 
 
 def test_draws_at_neighbouring_positions_and_seeds_are_independent() -> None:
@@ -79,9 +79,9 @@ def test_distribution_over_more_tokens_than_arrive(spread: float) -> None:
     draws = [
         keyed_sample(logits.expand(500, -1), range(i, i + 500), [Sampling(1.0)] * 500) for i in range(0, num, 500)
     ]
-    found = torch.bincount(bins[torch.cat(draws)], minlength=num_bins).double()
+    bin_counts = torch.bincount(bins[torch.cat(draws)], minlength=num_bins).double()
     likely = expected * num >= 5
-    counts, wanted = ([*x[likely].tolist(), float(x[~likely].sum())] for x in (found, expected * num))
+    counts, wanted = ([*x[likely].tolist(), float(x[~likely].sum())] for x in (bin_counts, expected * num))
     keep = len(wanted) if wanted[-1] > 0 else -1
     assert chisquare(counts[:keep], [w * sum(counts) / sum(wanted) for w in wanted[:keep]]).pvalue > 1e-4
 
@@ -101,8 +101,8 @@ def test_the_race_ends_in_the_order_that_a_look_at_all_times_says(
     best = scores.topk(few, dim=1)
     tokens, values, ended = race(scores, best.indices, best.values, keys, num)
     arrived, times = arrivals(keys, vocab_size)
-    own = own_times(keys[:, None].expand(-1, vocab_size), torch.arange(vocab_size).expand(4, -1))
-    first = (times[:, -1:] + own).scatter_reduce(1, arrived, times, "amin")
+    token_times = own_times(keys[:, None].expand(-1, vocab_size), torch.arange(vocab_size).expand(4, -1))
+    first = (times[:, -1:] + token_times).scatter_reduce(1, arrived, times, "amin")
     wanted = (scores - first.log()).topk(num, dim=1)
     assert ended.all() or few < vocab_size
     assert values[ended].equal(wanted.values[ended])
@@ -129,18 +129,18 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
     """Each candidate is the choice of `keyed_sample` without the ones before it, as long as a token is possible."""
     rows = torch.randn(len(sampling), 500, generator=torch.Generator().manual_seed(position)) * 3
     positions = range(position, position + len(sampling))
-    found = best_choices(rows, positions, sampling, num)
+    candidates = best_choices(rows, positions, sampling, num)
     open_ = rows.clone()
     for i, s in enumerate(sampling):
         if s.temperature:
             open_[i, ~left_in(rows[i : i + 1], s)] = -math.inf
     free = [Sampling(s.temperature, seed=s.seed) for s in sampling]
-    for place in range(num):
+    for index in range(num):
         possible = open_.amax(dim=1) > -math.inf
-        assert found.scores[:, place].isfinite().equal(possible)
+        assert candidates.scores[:, index].isfinite().equal(possible)
         chosen = keyed_sample(open_[possible], [p for p, b in zip(positions, possible, strict=True) if b],
                               [s for s, b in zip(free, possible, strict=True) if b])  # fmt: skip
-        assert found.tokens[possible, place].equal(chosen)
+        assert candidates.tokens[possible, index].equal(chosen)
         open_[possible.nonzero()[:, 0], chosen] = -math.inf
 
 
@@ -172,10 +172,10 @@ def test_those_tokens_are_left_that_float64_leaves(
         with mock.patch("blockpilot.engine.sampling.FEW", few):
             left = left_in(logits, sampling).nonzero()[:, 0]
     else:
-        found = rank(logits, [7], [sampling], vocab_size, with_log_probs=True)
-        left = found.tokens[found.values > -math.inf]
-        assert found.log_probs is not None
-        torch.testing.assert_close(found.log_probs.exp().sum(), torch.tensor(1.0), rtol=1e-4, atol=1e-4)
+        ranked = rank(logits, [7], [sampling], vocab_size, with_log_probs=True)
+        left = ranked.tokens[ranked.values > -math.inf]
+        assert ranked.log_probs is not None
+        torch.testing.assert_close(ranked.log_probs.exp().sum(), torch.tensor(1.0), rtol=1e-4, atol=1e-4)
     ordered = logits[0].double().sort(descending=True).values
     bounds = []
     for slack in (-1e-5, 1e-5):
@@ -239,15 +239,15 @@ def test_c_ranks_as_torch_does(
     logits = (torch.randn(len(sampling), vocab_size, generator=generator) * spread).to(dtype)
     logits[:, torch.rand(vocab_size, generator=generator) < 0.3] = -math.inf
     logits[0, seed % vocab_size] = [1.0, math.nan, math.inf, 1e35][seed % 4]
-    sampling = [replace(each, seed=seed) for each in sampling]
-    of = None
+    sampling = [replace(row_sampling, seed=seed) for row_sampling in sampling]
+    subset = None
     if is_part:
-        own = torch.randperm(vocab_size, generator=generator)[: 1 + seed % vocab_size].sort().values
-        of, logits = Subset.of(own, vocab_size), logits[:, own]
+        subset_tokens = torch.randperm(vocab_size, generator=generator)[: 1 + seed % vocab_size].sort().values
+        subset, logits = Subset.of(subset_tokens, vocab_size), logits[:, subset_tokens]
     num, positions, before = min(num, logits.shape[1]), range(seed, seed + len(sampling)), logits.clone()
-    tokens, values, broken, log_probs = rank(logits, positions, sampling, num, of=of, with_log_probs=True)
+    tokens, values, broken, log_probs = rank(logits, positions, sampling, num, of=subset, with_log_probs=True)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-    logits = logits if of is None else of.expanded(logits)
+    logits = logits if subset is None else subset.expanded(logits)
     expected = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
     assert broken.equal(expected.broken)
     for row in (~broken).nonzero()[:, 0].tolist():
@@ -258,33 +258,33 @@ def test_c_ranks_as_torch_does(
         tolerance = {"rtol": 1e-4, "atol": 1e-3}
         torch.testing.assert_close(values[row], expected.values[row], **tolerance)
         torch.testing.assert_close(log_probs[row], expected.log_probs[row], **tolerance)
-        found, wanted = tokens[row][can_be], expected.tokens[row][can_be]
+        row_tokens, wanted = tokens[row][can_be], expected.tokens[row][can_be]
         if sampling[row].is_greedy:  # ties may have another order
-            assert logits[row, found].equal(logits[row, wanted])
+            assert logits[row, row_tokens].equal(logits[row, wanted])
         else:
-            assert found.equal(wanted)
+            assert row_tokens.equal(wanted)
 
 
 @pytest.mark.parametrize("second", [Sampling(), Sampling(1.0, seed=2)])
 def test_candidates_of_a_part_are_those_of_all_by_torch(second: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockpilot.engine.sampling.in_c", lambda logits: False)
-    of = Subset.of(torch.arange(3, 200, 2), 260)
-    logits = torch.randn(2, len(of.tokens), generator=torch.Generator().manual_seed(0))
-    found = best_choices(logits, [1, 2], [Sampling(), second], 5, of)
-    expected = best_choices(of.expanded(logits), [1, 2], [Sampling(), second], 5)
-    assert found.tokens.equal(expected.tokens)
-    torch.testing.assert_close(found.scores, expected.scores)
-    torch.testing.assert_close(found.log_probs, expected.log_probs)
+    subset = Subset.of(torch.arange(3, 200, 2), 260)
+    logits = torch.randn(2, len(subset.tokens), generator=torch.Generator().manual_seed(0))
+    candidates = best_choices(logits, [1, 2], [Sampling(), second], 5, subset)
+    expected = best_choices(subset.expanded(logits), [1, 2], [Sampling(), second], 5)
+    assert candidates.tokens.equal(expected.tokens)
+    torch.testing.assert_close(candidates.scores, expected.scores)
+    torch.testing.assert_close(candidates.log_probs, expected.log_probs)
 
 
 def test_candidates_have_their_log_probabilities() -> None:
-    found = best_choices(LOGITS.repeat(2, 1), [4, 5], [Sampling(), Sampling(0.5, seed=1)], 20)
-    assert found.tokens.shape == (2, 7)
+    candidates = best_choices(LOGITS.repeat(2, 1), [4, 5], [Sampling(), Sampling(0.5, seed=1)], 20)
+    assert candidates.tokens.shape == (2, 7)
     for row, scale in enumerate((1.0, 2.0)):
-        expected = (LOGITS * scale).log_softmax(0)[found.tokens[row]]
-        torch.testing.assert_close(found.log_probs[row], expected)
-    torch.testing.assert_close(found.scores[0], found.log_probs[0])
-    assert (found.scores[1].diff() <= 0).all()
+        expected = (LOGITS * scale).log_softmax(0)[candidates.tokens[row]]
+        torch.testing.assert_close(candidates.log_probs[row], expected)
+    torch.testing.assert_close(candidates.scores[0], candidates.log_probs[0])
+    assert (candidates.scores[1].diff() <= 0).all()
 
 
 def test_all_64_bits_of_the_seed_count() -> None:
@@ -303,13 +303,13 @@ def test_rows_of_a_graph_are_ranked_as_those_alone(num: int) -> None:
     graphs, positions = Graphs(logits.device, capture=False), range(len(SAMPLINGS))
     for few in (FEW, (2, 2, 30)):
         with mock.patch("blockpilot.engine.sampling.FEW", few):
-            found = ranked_by_torch(logits, positions, SAMPLINGS, num, with_log_probs=True, graphs=graphs)
+            ranked = ranked_by_torch(logits, positions, SAMPLINGS, num, with_log_probs=True, graphs=graphs)
         for i, sampling in enumerate(SAMPLINGS):
             alone = ranked_by_torch(logits[i : i + 1], [i], [sampling], num, with_log_probs=True)
-            for of_all, of_one in zip(found, alone, strict=True):
-                assert of_all is not None
-                assert of_one is not None
-                assert of_all[i].nan_to_num().equal(of_one[0].nan_to_num())
+            for batch_values, row_values in zip(ranked, alone, strict=True):
+                assert batch_values is not None
+                assert row_values is not None
+                assert batch_values[i].nan_to_num().equal(row_values[0].nan_to_num())
     assert len(graphs) == 1
 
 
@@ -353,20 +353,20 @@ any_logits = st.lists(st.floats(width=32), min_size=5, max_size=5)
 @given(st.lists(st.tuples(any_logits, any_sampling), min_size=1, max_size=3), any_sampling, st.integers(1, 5))
 @settings(deadline=None, max_examples=500)
 def test_no_number_makes_the_sampler_raise_or_reaches_another_row(
-    rows: list[tuple[list[float], Sampling]], of_neighbour: Sampling, num: int
+    rows: list[tuple[list[float], Sampling]], neighbour: Sampling, num: int
 ) -> None:
     logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, -math.inf], *(scores for scores, _ in rows)])
-    sampling = [of_neighbour, *(each for _, each in rows)]
+    sampling = [neighbour, *(row_sampling for _, row_sampling in rows)]
     positions = list(range(len(logits)))
     tokens = keyed_sample(logits, positions, sampling)
-    found = best_choices(logits, positions, sampling, num)
-    assert tokens[0] == keyed_sample(logits[:1], [0], [of_neighbour])[0]
+    candidates = best_choices(logits, positions, sampling, num)
+    assert tokens[0] == keyed_sample(logits[:1], [0], [neighbour])[0]
     assert tokens[0] in range(4)
-    assert not (found.scores.isnan() | found.log_probs.isnan()).any()
-    for scores, token, of_row in zip(logits[1:], tokens[1:].tolist(), found.scores[1:], strict=True):
+    assert not (candidates.scores.isnan() | candidates.log_probs.isnan()).any()
+    for scores, token, row_scores in zip(logits[1:], tokens[1:].tolist(), candidates.scores[1:], strict=True):
         if scores.isnan().any() or not scores.max().isfinite():
             assert token == NO_TOKEN
-            assert (of_row == -math.inf).all()
+            assert (row_scores == -math.inf).all()
         elif scores.abs().max() < 1e30:
             assert token in range(5)
             assert scores[token] > -math.inf
@@ -385,7 +385,7 @@ def test_the_most_of_a_parameter_is_without_it() -> None:
     logits = LOGITS.expand(50, -1)
     free = keyed_sample(logits, range(50), [Sampling(1.0)] * 50)
     assert torch.equal(keyed_sample(logits, range(50), [Sampling(1.0, top_k=10**30)] * 50), free)
-    hottest = (Sampling(of, seed=3) for of in (1e30, 1.7e308))
-    first, second = (keyed_sample(logits, range(50), [each] * 50) for each in hottest)
+    hottest = (Sampling(temperature, seed=3) for temperature in (1e30, 1.7e308))
+    first, second = (keyed_sample(logits, range(50), [sampling] * 50) for sampling in hottest)
     assert torch.equal(first, second)
     assert len(first.unique()) > 3

@@ -26,41 +26,41 @@ def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
     )
     chances = [[[draw(falling) for _ in range(width)] for _ in range(depth)] for _ in range(num_contexts)]
     tokens = [[list(range(10 * d, 10 * d + ranks))] * width for d in range(depth)]
-    place = st.lists(st.integers(0, width - 1), min_size=ranks, max_size=ranks)
-    return Slots(tokens, chances, [[draw(place) for _ in range(width)] for _ in range(depth)])
+    list_index = st.lists(st.integers(0, width - 1), min_size=ranks, max_size=ranks)
+    return Slots(tokens, chances, [[draw(list_index) for _ in range(width)] for _ in range(depth)])
 
 
-def every_prefix(of: Slots) -> list[float]:
+def every_prefix(draft_slots: Slots) -> list[float]:
     """Probabilities of all nodes of the full tree, in descending order, without zeros."""
-    found = []
-    for depth in range(1, len(of.tokens) + 1):
-        for ranks in product(*(range(len(after[0])) for after in of.tokens[:depth])):
+    chances = []
+    for depth in range(1, len(draft_slots.tokens) + 1):
+        for ranks in product(*(range(len(after[0])) for after in draft_slots.tokens[:depth])):
             chance, num_later, after = 1.0, 0, 0
             for at, rank in enumerate(ranks):
-                chance *= of.chances[min(num_later, len(of.chances) - 1)][at][after][rank]
+                chance *= draft_slots.chances[min(num_later, len(draft_slots.chances) - 1)][at][after][rank]
                 num_later += rank > 0
-                after = of.next_lists[at][after][rank]
-            found.append(chance)
-    return sorted((chance for chance in found if chance > 0), reverse=True)
+                after = draft_slots.next_lists[at][after][rank]
+            chances.append(chance)
+    return sorted((chance for chance in chances if chance > 0), reverse=True)
 
 
 @given(slots())
-def test_best_first_gives_all_nodes_by_falling_chance_where_deviations_do_not_help(of: Slots) -> None:
-    alike = of._replace(chances=of.chances[:1])
+def test_best_first_gives_all_nodes_by_falling_chance_where_deviations_do_not_help(draft_slots: Slots) -> None:
+    alike = draft_slots._replace(chances=draft_slots.chances[:1])
     nodes = list(best_first(choices_of(alike)))
     assert [node.chance for node in nodes] == pytest.approx(every_prefix(alike))
-    assert len(list(best_first(choices_of(of)))) == len(every_prefix(of))
+    assert len(list(best_first(choices_of(draft_slots)))) == len(every_prefix(draft_slots))
 
 
 @given(slots(), st.integers(0, 20))
-def test_a_tree_has_every_prefix_once_and_first_choices_first(of: Slots, num: int) -> None:
+def test_a_tree_has_every_prefix_once_and_first_choices_first(draft_slots: Slots, num: int) -> None:
     """Parents are before children, and the path of first choices is at the columns of its positions."""
-    tree = tree_of(list(islice(best_first(choices_of(of)), num)))
-    assert len(tree.tokens) == min(num, len(every_prefix(of)))
+    tree = tree_of(list(islice(best_first(choices_of(draft_slots)), num)))
+    assert len(tree.tokens) == min(num, len(every_prefix(draft_slots)))
     assert len(set(paths_of(tree))) == 1 + len(tree.tokens)
     assert all(parent < i for i, parent in enumerate(tree.parents, 1))
     node, num_first = 0, 0
-    for token, *_ in best_first(choices_of(of), is_chain=True):
+    for token, *_ in best_first(choices_of(draft_slots), is_chain=True):
         if (child := tree.children.get((node, token))) is None:
             break
         node, num_first = child, num_first + 1
@@ -92,6 +92,6 @@ def test_trees_are_no_deeper_than_exactness_allows(
     monkeypatch.setattr("blockpilot.engine.drafting.MAX_DEPTH", 2)
     engine, drafted = Engine(tiny_pair, num_slots=1, max_length=64), list[int]()
     propose = engine._drafter.propose
-    monkeypatch.setattr(engine._drafter, "propose", lambda *asked: (drafted.extend(asked[2]), propose(*asked))[1])
+    monkeypatch.setattr(engine._drafter, "propose", lambda *inputs: (drafted.extend(inputs[2]), propose(*inputs))[1])
     run(engine, [Request(PROMPT, 20, SAMPLED, 4, NEVER, layout=layout)])
     assert max(drafted) == deepest

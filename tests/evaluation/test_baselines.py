@@ -1,4 +1,4 @@
-"""Rules that others publish: their budgets against all there are, what margins learn, and the text in an engine."""
+"""Baselines: their budgets against brute force, what margins learn, and the exact text in an engine."""
 
 import math
 import random
@@ -45,7 +45,7 @@ def planned(controller: Controller, num_rows: int, beside: Load) -> list[int]:
 
 @given(st.lists(falling, min_size=1, max_size=4), prices)
 def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: StepPrice) -> None:
-    """The best tokens of all rows, as many as gain the most at the rate of the plan."""
+    """The most probable tokens of all rows, in the number with the largest gain at the plan's rate."""
     rival = WholeDraft(Margins(DEEPEST), price)
     assert planned(rival, len(rows), Load(1)) == [DEEPEST] * len(rows)
     drafted = Load(len(rows) + 1, DEEPEST * len(rows))
@@ -73,7 +73,7 @@ def test_a_budget_for_every_row_by_itself(rows: list[list[float]], price: StepPr
 
 
 def test_margins_learn_which_tokens_are_accepted() -> None:
-    """Chances of a position by its margin, from what was verified; what was not reached teaches nothing."""
+    """Acceptance probabilities by position and margin, learned only from verified tokens that were reached."""
     margins_model, draw = Margins(3), random.Random(0)
     generator = torch.Generator().manual_seed(0)
     known, slots, nothing = np.ones(3, dtype=bool), np.arange(3), np.zeros(3, dtype=int)

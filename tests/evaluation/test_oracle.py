@@ -1,4 +1,4 @@
-"""What a choice can give: against all choices there are, and on published figures worked by hand."""
+"""Potential of a choice: the oracle against brute force, and on published figures worked by hand."""
 
 from itertools import product
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from blockpilot.evaluation.oracle import Table, gain, oracle, potential
 
-# Tokens of a step of 32 prompts of GSM8K with Qwen3-4B and its DFlash draft, greedy: figures that BlockPilot (arXiv
-# 2606.31315) has released, two prompts a line and a column for each block size.
+# Tokens per step of 32 GSM8K prompts with Qwen3-4B and its DFlash draft, greedy, as released by BlockPilot (arXiv
+# 2606.31315): two prompts per line, one column per block size.
 PUBLISHED_SIZES = (14, 15, 16, 17, 18)
 PUBLISHED = """
     7.325 7.864865 7.621622 7.487179 8.111111   7.0 7.212121 7.4375 7.677419 7.0
@@ -33,7 +33,7 @@ PUBLISHED = """
 
 
 def brute_force(table: Table) -> float:
-    """The largest ratio of sums of all ways to choose a column from every line."""
+    """Largest ratio of sums over all ways to choose a column in every line."""
     num_choices, num_candidates = table.tokens.shape
     lines, choices = np.arange(num_choices), map(list, product(range(num_candidates), repeat=num_choices))
     return max(table.tokens[lines, columns].sum() / table.seconds[lines, columns].sum() for columns in choices)
@@ -61,7 +61,7 @@ def test_the_oracle_is_the_best_of_all_choices(table: Table) -> None:
 
 
 def test_oracle_and_best_fixed_of_worked_tables() -> None:
-    # Alone, the second line's best is 3 tokens in 1 s; with the first, 8 in 3 s make more of both.
+    # For the second line alone 3 tokens in 1 s are best; together with the first line, 8 in 3 s are.
     table = Table(np.array([[10.0, 0.0], [3.0, 8.0]]), np.array([[10.0, 10.0], [1.0, 3.0]]))
     assert oracle(table).tolist() == [0, 1]
     equal = np.array([[2.0, 3.0, 3.0], [4.0, 3.0, 3.0]])
@@ -69,8 +69,8 @@ def test_oracle_and_best_fixed_of_worked_tables() -> None:
 
 
 def test_published_figures() -> None:
-    """Mean tau by block size: 17 is best here, though the draft was trained with 16. Knowing the best size of each
-    prompt beforehand would gain 3.5% over 16, luck included.
+    """Mean tau by block size: 17 is best here, although the draft was trained with 16. The oracle for each prompt
+    gains 3.5% over 16, noise included.
     """
     taus = np.array(PUBLISHED.split(), float).reshape(32, len(PUBLISHED_SIZES))
     rates = potential(Table(taus, np.ones_like(taus)), PUBLISHED_SIZES)
@@ -84,7 +84,7 @@ def test_published_figures() -> None:
 
 
 def test_gain_is_near_that_of_a_bootstrap() -> None:
-    """The second column's tokens vary a lot from line to line, and are 10% more than the first one's."""
+    """The second column has 10% more tokens than the first on average, with a large variance between lines."""
     draw, num = np.random.default_rng(0), 80
     tokens = draw.gamma(2.0, 2.0, num) + 1
     better = tokens * (1.1 + draw.normal(0, 0.3, num))
@@ -97,7 +97,7 @@ def test_gain_is_near_that_of_a_bootstrap() -> None:
         lines = draw.integers(0, num, num)
         rates = [table.tokens[lines, c].sum() / table.seconds[lines, c].sum() for c in (0, 1)]
         gains.append(rates[1] / rates[0] - 1)
-    # Of 80 lines a bootstrap's quantiles are near the ends of a t-interval of the logarithm.
+    # With 80 lines, bootstrap quantiles are near the ends of a t-interval of the logarithm.
     low, high = np.quantile(gains, [0.025, 0.975])
     assert gained[1:] == pytest.approx((low, high), abs=0.1 * (high - low))
     assert gain(table, second, second) == (0, 0, 0)

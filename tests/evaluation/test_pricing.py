@@ -1,4 +1,4 @@
-"""The price of a pair's steps: which mixtures are timed, and what is fitted to their seconds."""
+"""Measurement of a pair's step cost: the mixtures that are timed, and the fit to their seconds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_mixtures_have_plain_and_drafting_rows_and_trees(rows: int, block_size: 
     assert all((row.depth > 0) == (row.num_verified > 0) for row in drafted)
     assert {row.depth for row in drafted} >= {0, 1, block_size - 1}
     assert max(row.num_verified for row in drafted) >= min(block_size, MAX_BLOCK_SIZE - 1)  # more than are drafted
-    if rows > 1:  # one of them drafts, all of them, and rows that differ
+    if rows > 1:  # mixtures in which no, one or all rows draft, and one with different rows
         assert {sum(row.depth > 0 for row in mixture) for mixture in mixtures} >= {0, 1, rows}
         assert len(set(mixtures[-1])) > 1
 
@@ -58,13 +58,13 @@ def test_loads_of_mixtures_tell_all_coefficients_apart(block_size: int, tiny_pai
         columns = [COEFFICIENTS.index(name) for name in coefficients_of(pair)]
         for tiles in (*TILES, *VECTORS):
             terms = np.array([load.terms(expert_share(pair), tiles) for load in loads], dtype=float)[:, columns]
-            relative = terms / [[known.seconds(load)] for load in loads]  # as they are fitted
+            relative = terms / [[known.seconds(load)] for load in loads]  # as in the fit
             assert np.linalg.cond(relative / np.linalg.norm(relative, axis=0)) < 50
 
 
 @pytest.mark.parametrize("rows", [4, 8, 16])
 def test_two_mixtures_are_on_both_sides_of_a_tiles_end(rows: int) -> None:
-    """Whole tiles alone do not tell a tile's cost from that of its tokens."""
+    """Whole tiles alone cannot separate a tile's cost from that of its tokens."""
     num_tokens = sorted(load_of(mixture).num_tokens for mixture in mixtures_of(rows, 8))
     assert any(low % 32 == 0 and high - low <= 8 for low, high in pairwise(num_tokens) if high > low)
 
@@ -90,7 +90,7 @@ def test_tiles_have_as_many_tokens_as_the_steps_say(
 def test_a_disturbed_measurement_is_repeated(
     num_disturbed: int, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process slows some of the steps; of attempts that were all disturbed the best one counts."""
+    """Another process slows some of the steps; if all attempts are disturbed, the best one counts."""
     known = price(row_s=0.02, launch_s=0.2, slot_s=0.01, token_s=0.004, tile_s=0.1, tile=8, next_tile=1)
     attempts = list[int]()
     monkeypatch.setattr(pricing, "possible_tiles", lambda pair: VECTORS)
@@ -111,7 +111,7 @@ def test_a_disturbed_measurement_is_repeated(
 
 @pytest.mark.parametrize("pair", ["tiny_pair", "alone"], indirect=True)
 def test_loads_are_what_the_timed_steps_verified(pair: Pair) -> None:
-    """A target alone drafts nothing."""
+    """A target without a draft drafts nothing."""
     mixtures = [*mixtures_for(pair, 1), *mixtures_for(pair, 3)]
     timed, loads = time_steps(pair, mixtures, 10, num_steps=2), [*map(load_of, mixtures)]
     assert [step.load for step in timed] == loads
@@ -121,7 +121,7 @@ def test_loads_are_what_the_timed_steps_verified(pair: Pair) -> None:
 
 
 def test_a_tree_has_no_more_nodes_than_its_slot_has_choices(tiny_pair: Pair) -> None:
-    """And a context that is too long is shortened."""
+    """Nodes of a tree are limited to its slots' choices; a context that is too long is shortened."""
     mixtures = [[Drafted(3, 7), PLAIN], [Drafted(1, 19), PLAIN]]
     timed = time_steps(tiny_pair, mixtures, 10 * tiny_pair.max_length, num_steps=1)
     assert [step.load for step in timed] == [Load(2, 3, 7), Load(2, 1, NUM_CANDIDATES)]
@@ -129,14 +129,14 @@ def test_a_tree_has_no_more_nodes_than_its_slot_has_choices(tiny_pair: Pair) -> 
 
 @pytest.mark.parametrize("pair", ["tiny_pair", "alone"], indirect=True)
 def test_a_price_is_measured(pair: Pair) -> None:
-    """That of a target alone is of rows and verified tokens."""
+    """Without a draft the step cost depends only on rows and verified tokens."""
     found = measure_price(pair, 6, 10, num_steps=1)
     assert found.made_for(pair.id, "float32", found.device)
     assert pair.has_draft or (found.launch_s, found.slot_s, found.is_sequential) == (0, 0, False)
     assert (found.context, found.rows) == (10, 6)
     assert (found.coefficients >= 0).all()
     assert found.seconds(Load(1)) > 0
-    assert 0 <= found.error < 10  # of steps of a millisecond on a machine that does other things, too
+    assert 0 <= found.error < 10  # steps of a millisecond, on a machine with other processes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Figures from sums: hand-worked values, a slow jackknife, and intervals that cover what they should."""
+"""Figures from sums: hand-worked values, a slow jackknife, and the coverage of intervals."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ def run(method: str, prompt: int, totals: Totals = TOTALS, repeat: int = 0) -> M
 
 
 def test_figures_are_ratios_of_totals() -> None:
-    """tau (12 + 39) / (6 + 4), not the mean of 2 and 9.75; the block size is that of a step, not of a request."""
+    """tau is (12 + 39) / (6 + 4), not the mean of 2 and 9.75; the mean block size is over steps, not requests."""
     runs = [run("AR", 0), run("AR", 1), run("B=4", 0), run("B=4", 1, FASTER)]
     comparison = Comparison(runs)
     assert comparison.methods == ("AR", "B=4")
@@ -64,7 +64,7 @@ def test_repeats_of_a_prompt_add_up() -> None:
     by_repeat = [run("AR", prompt, first[r], r) for prompt in (0, 1) for r in (0, 1)]
     tau = Comparison(by_repeat).figure("tau", "AR")
     assert tau.value == pytest.approx(5.1)
-    assert tau.high > 100  # the repeats are not alike, and there are two
+    assert tau.high > 100  # two repeats only, and they differ
 
 
 def slow_interval(runs: list[MethodRun]) -> tuple[float, float]:
@@ -98,8 +98,8 @@ def run_of(method: str, prompt: int, repeat: int, seconds: float, tokens: int) -
 def experiment(
     draw: np.random.Generator, num_prompts: int, num_repeats: int = 1, of_repeat: float = 0, of_engine: float = 0
 ) -> list[MethodRun]:
-    """AR, AR again and a policy that is on average as fast. Answers differ in length, the policy's speed by prompt;
-    of_repeat and of_engine are what each repeat and each engine as a whole is faster or slower by.
+    """AR, AR again and a policy that is on average as fast. Answers differ in length, the policy's speed by prompt.
+    of_repeat and of_engine: standard deviations of the log speed of whole repeats and of whole engines.
     """
     lengths, gains = draw.lognormal(0, 0.5, num_prompts), draw.normal(0, 0.1, num_prompts)
     runs = []
@@ -122,7 +122,7 @@ def test_intervals_equal_a_slow_jackknife() -> None:
 
 
 def coverage(num_prompts: int, control: tuple[str, str] | None = None, **noise: float) -> float:
-    """Share of 400 experiments whose interval holds the truth, which is 1."""
+    """Share of 400 experiments whose interval contains the true ratio, 1."""
     draw, covered = np.random.default_rng(num_prompts), 0
     for _ in range(400):
         runs = experiment(draw, num_prompts, **noise)  # type: ignore[arg-type]
@@ -133,17 +133,17 @@ def coverage(num_prompts: int, control: tuple[str, str] | None = None, **noise: 
 
 @pytest.mark.parametrize("num_prompts", [2, 8, 32])
 def test_intervals_cover_the_truth_95_times_in_100(num_prompts: int) -> None:
-    """However few the prompts; a share of 400 is off by 1.1%. A bootstrap covers 47% with two."""
+    """Coverage also with few prompts (standard error over 400: 1.1%). A bootstrap covers 47% with two."""
     assert 0.925 <= coverage(num_prompts) <= 0.98
 
 
 def test_what_whole_repeats_differ_by_is_in_the_interval() -> None:
-    """A ratio of two methods has the noise of both: 2 * 0.02**2 for each repeat. Without it 69% cover it."""
+    """A ratio has the noise of both methods: 2 * of_repeat**2 for each repeat. Without it the coverage is 69%."""
     assert coverage(32, num_repeats=4, of_repeat=0.05) >= 0.9
 
 
 def test_what_the_control_differs_by_is_in_the_interval() -> None:
-    """Engines that do the same work differ by some percent: one pair of them tells of how much."""
+    """Engines that do the same work differ by some percent, which one pair of them estimates."""
     alone = coverage(32, of_engine=0.03)
     assert alone < 0.7
     assert coverage(32, ("AR again", "AR"), of_engine=0.03) > alone + 0.1
@@ -188,7 +188,7 @@ def test_runs_that_cannot_be_compared_are_refused(runs: list[MethodRun], message
 
 
 def test_the_best_static_method_of_a_prompt_is_chosen_on_others() -> None:
-    """On even prompts B=2 is faster, on odd ones B=4: each half decodes by what was best on the other."""
+    """B=2 is faster on even prompts, B=4 on odd ones; each half uses the method that is best on the other half."""
     runs = [
         run_of(method, prompt, 0, seconds=1.0 if (method == "B=2") == (prompt % 2 == 0) else 2.0, tokens=10)
         for method in ("AR", "B=2", "B=4")
@@ -207,7 +207,7 @@ def test_the_fastest_block_size_weighs_tau_with_the_cost_of_a_step() -> None:
     assert fastest_block_size(taus, {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}) == 8
     assert fastest_block_size(taus, {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.0}) == 2
     assert fastest_block_size(taus, {1: 1.0, 2: 2.0, 4: 2.4, 8: 3.0}) == 1
-    assert fastest_block_size(taus, {4: 1.0, 6: 0.1}) == 4  # what 6 would give is not known
+    assert fastest_block_size(taus, {4: 1.0, 6: 0.1}) == 4  # the tau of 6 is unknown
     assert fastest_block_size({2: 1.0, 4: 2.0}, {2: 1.0, 4: 2.0}) == 2
     with pytest.raises(ValueError, match=r"block sizes \[2\] and \[4\]: none is in both"):
         fastest_block_size({2: 1.0}, {4: 1.0})

@@ -54,8 +54,8 @@ class ApiClient(TestClient):
 
     def streamed(self, path: str, body: JsonObject, **options: bool) -> tuple[list[JsonObject], JsonObject]:
         """All choices of a stream's chunks, and its usage."""
-        asked = {"stream": True, "stream_options": {"include_usage": True} | options}
-        *chunks, usage = events(self.send_body(path, body | asked).text)
+        stream_fields = {"stream": True, "stream_options": {"include_usage": True} | options}
+        *chunks, usage = events(self.send_body(path, body | stream_fields).text)
         return [choice for chunk in chunks for choice in chunk["choices"]], usage["usage"]
 
 

@@ -50,8 +50,8 @@ def _start(environment: Mapping[str, str], folder: str, log: Path) -> "tuple[sub
     command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
     command += ["--ray-client-server-port", str(client)]
     with log.open("wb") as output:
-        told = {"stdout": output, "stderr": subprocess.STDOUT}
-        head = subprocess.Popen(command, env={**environment, "RAY_TMPDIR": folder}, **told)
+        output_options = {"stdout": output, "stderr": subprocess.STDOUT}
+        head = subprocess.Popen(command, env={**environment, "RAY_TMPDIR": folder}, **output_options)
     return head, f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{agent}"
 
 

@@ -13,12 +13,12 @@ from jobs.common.config import ConfigT, main
 
 def error_of(config: type[ConfigT], run: Callable[[ConfigT], object], arguments: str) -> str:
     """Error on stderr about invalid arguments; asserts one line, exit status 2, and that Ray has not started."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+    stderr = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(stderr):
         patch.setattr(sys, "argv", ["job.py", *arguments.split()])
         with pytest.raises(SystemExit) as exited:
             main(config, run)
-    error = said.getvalue()
+    error = stderr.getvalue()
     assert exited.value.code == 2
     assert error.startswith("error: ")
     assert error.count("\n") == 1

@@ -47,8 +47,8 @@ class Told(Watched):
     def turn(self) -> tuple[int, int]:
         return self.turns[len(self.outcomes) % len(self.turns)]
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        super().plan(rows, beside)
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        super().plan(rows, other_load)
         return np.minimum(self.turn[0], rows.deepest)
 
     def select(self, trees: Trees, drafted: Load) -> Array:

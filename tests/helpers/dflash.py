@@ -39,14 +39,14 @@ class SlowDFlash:
             sources = [(i, context[i]) for i in range(anchor)] + [(anchor + j, x) for j, x in enumerate(normed)]
             attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
             for h in range(c.num_attention_heads):
-                of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
+                head = slice(h * c.head_dim, (h + 1) * c.head_dim)
                 if h % group == 0:  # the heads of a group share keys and values
-                    of_kv = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
-                    k, v = (p[f"self_attn.{name}_proj.weight"][of_kv] for name in "kv")
+                    kv_head = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
+                    k, v = (p[f"self_attn.{name}_proj.weight"][kv_head] for name in "kv")
                     keys = [rotate(rms(k @ x, p["self_attn.k_norm.weight"], eps), i, theta) for i, x in sources]
                     values = [v @ x for _, x in sources]
                 for j in range(len(block)):
-                    query = rms(p["self_attn.q_proj.weight"][of_head] @ normed[j], p["self_attn.q_norm.weight"], eps)
+                    query = rms(p["self_attn.q_proj.weight"][head] @ normed[j], p["self_attn.q_norm.weight"], eps)
                     query, seen = rotate(query, anchor + j, theta), []
                     for i, (position, _) in enumerate(sources):
                         distance = anchor + j - position
@@ -56,14 +56,14 @@ class SlowDFlash:
                             continue
                         seen.append(i)
                     scores = torch.stack([query @ keys[i] / math.sqrt(c.head_dim) for i in seen])
-                    attended[j, of_head] = scores.softmax(0) @ torch.stack([values[i] for i in seen])
+                    attended[j, head] = scores.softmax(0) @ torch.stack([values[i] for i in seen])
             hidden = hidden + convolved(attended @ p["self_attn.o_proj.weight"].T, kernels, 1)
             normed = rms(hidden, p["post_attention_layernorm.weight"], eps)
             kernels = kernels_of(p, "mlp_conv", normed)
             normed = convolved(normed, kernels, 0)
             gate = torch.nn.functional.silu(normed @ p["mlp.gate_proj.weight"].T)
-            found = (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
-            hidden = hidden + convolved(found, kernels, 1)
+            mlp_output = (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+            hidden = hidden + convolved(mlp_output, kernels, 1)
         return rms(hidden, w["norm.weight"], eps)
 
 
@@ -76,12 +76,12 @@ def kernels_of(weights: Mapping[str, Tensor], name: str, read: Tensor) -> Tensor
     num_groups = len(projection) // (sides * taps)
     kernels = base.repeat(len(read), 1, 1, 1)
     for token, x in enumerate(read):
-        own = projection @ x
+        token_kernels = projection @ x
         for side in range(sides):
             for tap in range(taps):
                 for channel in range(width):
                     group = channel // (width // num_groups)
-                    kernels[token, side, tap, channel] += own[(side * taps + tap) * num_groups + group]
+                    kernels[token, side, tap, channel] += token_kernels[(side * taps + tap) * num_groups + group]
     return kernels
 
 
@@ -89,12 +89,12 @@ def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
     """Causal convolution over the tokens of a block [B, hidden]; unchanged without kernels."""
     if kernels is None:
         return x
-    found = torch.zeros_like(x)
+    output = torch.zeros_like(x)
     for token in range(len(x)):
         for tap in range(kernels.shape[2]):
             if token >= tap:
-                found[token] += kernels[token, side, tap] * x[token - tap]
-    return found
+                output[token] += kernels[token, side, tap] * x[token - tap]
+    return output
 
 
 def slow_lift(weights: Mapping[str, Tensor], hidden: Tensor, before: int, num_tokens: int) -> Tensor:

@@ -65,10 +65,10 @@ def check_resumed(whole: Any, first: Any, second: Any, num_steps: int) -> int:
     state.seek(0)
     second.load_state_dict(torch.load(state, weights_only=True))
     assert [float(sums.loss) for sums in second.steps()] == losses[num_steps:]
-    expected, found = whole.state_dict(), second.state_dict()
+    expected, resumed = whole.state_dict(), second.state_dict()
     for trained in {"draft", "edges"} & expected.keys():
-        assert expected[trained].keys() == found[trained].keys()
-        assert all(found[trained][name].equal(value) for name, value in expected[trained].items())
+        assert expected[trained].keys() == resumed[trained].keys()
+        assert all(resumed[trained][name].equal(value) for name, value in expected[trained].items())
     return len(losses)
 
 

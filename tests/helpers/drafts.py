@@ -56,24 +56,24 @@ def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypat
     def propose(rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> Candidates:
         tokens, chances = list[list[int]](), list[list[float]]()
         for row, depth in zip(rows, depths, strict=True):
-            known = next(text for text in texts if list(text[: len(row.tokens)]) == row.tokens)
-            for place in range(len(row.tokens), len(row.tokens) + depth):
-                offered = torch.randperm(200, generator=generator)[:num].tolist()
-                if place < len(known) and torch.rand((), generator=generator) < 0.8:
-                    offered = [token for token in offered if token != known[place]][: num - 1]
-                    offered.insert(int(torch.randint(0, min(num, 3), (), generator=generator)), known[place])
-                tokens.append(offered)
+            row_text = next(text for text in texts if list(text[: len(row.tokens)]) == row.tokens)
+            for position in range(len(row.tokens), len(row.tokens) + depth):
+                choices = torch.randperm(200, generator=generator)[:num].tolist()
+                if position < len(row_text) and torch.rand((), generator=generator) < 0.8:
+                    choices = [token for token in choices if token != row_text[position]][: num - 1]
+                    choices.insert(int(torch.randint(0, min(num, 3), (), generator=generator)), row_text[position])
+                tokens.append(choices)
                 chances.append((torch.rand(num, generator=generator) / 2).sort(descending=True).values.tolist())
         return choices_of(tokens, chances)
 
     monkeypatch.setattr(engine._drafter, "propose", propose)
 
 
-def slots_of(of_pass: Pass) -> list[Slots]:
+def slots_of(draft_pass: Pass) -> list[Slots]:
     """Slots of every row, with the draft's own probabilities."""
-    unknown, slots = [False] * len(of_pass.depths), range(len(of_pass.depths))
-    offered = score_candidates(of_pass.found, slots, unknown, of_pass.depths, Controller(AcceptanceModel(1)))
-    return [offered.row_slots(r) for r in range(len(of_pass.depths))]
+    adapts, slots = [False] * len(draft_pass.depths), range(len(draft_pass.depths))
+    candidates = score_candidates(draft_pass.found, slots, adapts, draft_pass.depths, Controller(AcceptanceModel(1)))
+    return [candidates.row_slots(r) for r in range(len(draft_pass.depths))]
 
 
 class Proposal(NamedTuple):
@@ -89,11 +89,11 @@ def proposals_of(engine: Engine, requests: Sequence[Request]) -> list[Proposal]:
     seen, propose = list[Proposal](), engine._drafter.propose
 
     def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | ConditionalCandidates:
-        found = propose(rows, slots, depths, num)
-        for row, depth, row_slots in zip(rows, depths, slots_of(Pass(list(depths), found)), strict=True):
+        proposed = propose(rows, slots, depths, num)
+        for row, depth, row_slots in zip(rows, depths, slots_of(Pass(list(depths), proposed)), strict=True):
             assert len(row_slots.tokens) == depth
             seen.append(Proposal(tuple(row.tokens), row_slots, row.request))
-        return found
+        return proposed
 
     engine._drafter.propose = watched  # type: ignore[method-assign]
     run(engine, requests)

@@ -55,16 +55,16 @@ class SlowEagle3:
         queries, keys, values = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ both).view(-1, size) for n in "qkv")
         if "midlayer.self_attn.q_norm.weight" in w:
             queries, keys = (
-                torch.stack([self._norm(head, f"midlayer.self_attn.{n}_norm") for head in of_all])
-                for n, of_all in (("q", queries), ("k", keys))
+                torch.stack([self._norm(head, f"midlayer.self_attn.{n}_norm") for head in projected])
+                for n, projected in (("q", queries), ("k", keys))
             )
         cache.append((torch.stack([self._rotated(key, position) for key in keys]), values))
         heads = []
         for i, query in enumerate(queries):
-            of_head = i * len(keys) // len(queries)
+            kv_head = i * len(keys) // len(queries)
             rotated = self._rotated(query, position)
-            chances = torch.stack([rotated @ key[of_head] / math.sqrt(size) for key, _ in cache]).softmax(0)
-            heads.append(sum(chance * value[of_head] for chance, (_, value) in zip(chances, cache, strict=True)))
+            chances = torch.stack([rotated @ key[kv_head] / math.sqrt(size) for key, _ in cache]).softmax(0)
+            heads.append(sum(chance * value[kv_head] for chance, (_, value) in zip(chances, cache, strict=True)))
         residual = normed if self.norm_before_residual else hidden
         hidden = residual + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)
         normed = self._norm(hidden, "midlayer.post_attention_layernorm")
@@ -76,12 +76,12 @@ class SlowEagle3:
 
     def along(self, target: PreTrainedModel, tokens: Sequence[int], num_known: int) -> Tensor:
         """Logits [draft vocab] after tokens, of which the first `num_known` are accepted. Prefixes are cached."""
-        if (known := tuple(tokens[:num_known])) not in self._features:
-            states = target(torch.tensor([known]), output_hidden_states=True).hidden_states
-            self._features[known] = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
-        features = self._features[known]
-        own = self.weights.get("embed_tokens.weight")
-        embedded = (target.get_input_embeddings().weight if own is None else own)[torch.tensor(tokens)]
+        if (known_tokens := tuple(tokens[:num_known])) not in self._features:
+            states = target(torch.tensor([known_tokens]), output_hidden_states=True).hidden_states
+            self._features[known_tokens] = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
+        features = self._features[known_tokens]
+        embeddings = self.weights.get("embed_tokens.weight")
+        embedded = (target.get_input_embeddings().weight if embeddings is None else embeddings)[torch.tensor(tokens)]
         cache: Cache = []
         for position in range(len(tokens) - 1):
             end = position + 2

@@ -36,20 +36,20 @@ def changed_logits(
     barred: Collection[int] = (),
 ) -> torch.Tensor:
     """Logits [V] of the next token after bias, `barred`, penalties and min_p, by a slow loop in float32."""
-    found = logits.numpy().astype(np.float32)
+    scores = logits.numpy().astype(np.float32)
     for token, bias in sampling.logit_bias:
-        found[token] += np.float32(bias)
-    found[list(barred)] = -np.inf
+        scores[token] += np.float32(bias)
+    scores[list(barred)] = -np.inf
     for token in set(answer) | (set(prompt) if sampling.repetition_penalty != 1 else set()):
         penalty = np.float32(sampling.repetition_penalty)
-        found[token] = found[token] / penalty if found[token] > 0 else found[token] * penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
         count = np.float32(list(answer).count(token))
-        found[token] -= np.float32(sampling.frequency_penalty) * count
-        found[token] -= np.float32(sampling.presence_penalty) * np.float32(count > 0)
+        scores[token] -= np.float32(sampling.frequency_penalty) * count
+        scores[token] -= np.float32(sampling.presence_penalty) * np.float32(count > 0)
     if sampling.min_p and not sampling.is_greedy:
-        probs = torch.from_numpy(found).double().div(sampling.temperature).softmax(dim=0)
-        found[(probs < sampling.min_p * probs.max()).numpy()] = -np.inf
-    return torch.from_numpy(found)
+        probs = torch.from_numpy(scores).double().div(sampling.temperature).softmax(dim=0)
+        scores[(probs < sampling.min_p * probs.max()).numpy()] = -np.inf
+    return torch.from_numpy(scores)
 
 
 def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) -> tuple[int, ...]:

@@ -98,18 +98,18 @@ def check_answers(pair: Pair, requests: Sequence[Request], answers: Sequence[Seq
     texts = [[*request.prompt_ids, *text_of(steps)] for request, steps in zip(requests, answers, strict=True)]
     longest = max(map(len, texts))
     logits = pair.target(torch.tensor([text + [0] * (longest - len(text)) for text in texts])).logits
-    for request, steps, text, of_text in zip(requests, answers, texts, logits, strict=True):
+    for request, steps, text, text_logits in zip(requests, answers, texts, logits, strict=True):
         num_prompt = len(request.prompt_ids)
         beginnings = [tuple(text[num_prompt:end]) for end in range(num_prompt, len(text) + 1)]
         matchers = [matcher_of(pair, request, answer) for answer in beginnings]
         reasons = [why_it_ends(request, *after) for after in zip(beginnings[1:], matchers[1:], strict=True)]
-        before = zip(of_text[num_prompt - 1 :], beginnings[:-1], matchers[:-1], strict=False)
+        before = zip(text_logits[num_prompt - 1 :], beginnings[:-1], matchers[:-1], strict=False)
         scores = [next_scores(pair, row, request, answer, matcher) for row, answer, matcher in before]
         assert reasons == [None] * (len(scores) - 1) + [steps[-1].finish_reason], request
         samplings = [replace(request.sampling, min_p=0.0)] * len(scores)
         positions = list(range(num_prompt, len(text)))
         assert keyed_sample(torch.stack(scores), positions, samplings).tolist() == text[num_prompt:], request
-        check_log_probs(of_text[: len(text)], text, request, steps)
+        check_log_probs(text_logits[: len(text)], text, request, steps)
 
 
 def why_it_ends(request: Request, answer: Sequence[int], matcher: LLMatcher | None) -> FinishReason | None:
@@ -122,18 +122,18 @@ def why_it_ends(request: Request, answer: Sequence[int], matcher: LLMatcher | No
 def check_log_probs(logits: torch.Tensor, text: Sequence[int], request: Request, steps: Sequence[Step]) -> None:
     """Assert that log probabilities of answer and prompt are those of the stock model's logits [len(text), V]."""
     scores, num_prompt = logits.log_softmax(dim=-1), len(request.prompt_ids)
-    of_answer = [of_token for step in steps for of_token in step.logprobs]
+    answer_logprobs = [token_logprobs for step in steps for token_logprobs in step.logprobs]
     for given, num, start, end in (
-        (of_answer, request.num_logprobs, num_prompt, len(text)),
+        (answer_logprobs, request.num_logprobs, num_prompt, len(text)),
         (steps[0].prompt_logprobs[1:], request.num_prompt_logprobs, 1, num_prompt),
     ):
         if num is None:
             assert not given
             continue
-        for position, of_token in zip(range(start, end), given, strict=True):
-            assert isinstance(of_token, TokenLogprobs)
+        for position, token_logprobs in zip(range(start, end), given, strict=True):
+            assert isinstance(token_logprobs, TokenLogprobs)
             before = scores[position - 1]
-            assert of_token.logprob == pytest.approx(float(before[text[position]]), abs=1e-3)
-            values = [value for _, value in of_token.likeliest]
+            assert token_logprobs.logprob == pytest.approx(float(before[text[position]]), abs=1e-3)
+            values = [value for _, value in token_logprobs.likeliest]
             assert values == pytest.approx(before.topk(num).values.tolist(), abs=1e-3)
-            assert values == pytest.approx([float(before[token]) for token, _ in of_token.likeliest], abs=1e-3)
+            assert values == pytest.approx([float(before[token]) for token, _ in token_logprobs.likeliest], abs=1e-3)

@@ -11,7 +11,7 @@ needs_functions = pytest.mark.skipif(not has_functions(), reason="paths need the
 
 def paths(lengths: list[int], most: int = 8, drawn: int = 0, agree: float = 1.0) -> Paths:
     """Paths of rows after matches of these lengths; a row with length 0 has no path."""
-    known = np.array([[float(length), agree, 0.5] for length in lengths])
-    sizes = np.where(known[:, 0] > 0, most, 0)
+    match_inputs = np.array([[float(length), agree, 0.5] for length in lengths])
+    sizes = np.where(match_inputs[:, 0] > 0, most, 0)
     tokens = np.arange(len(lengths) * most, dtype=np.int32).reshape(len(lengths), most)
-    return Paths(tokens, sizes, known, np.full(len(lengths), drawn), np.zeros(len(lengths)))
+    return Paths(tokens, sizes, match_inputs, np.full(len(lengths), drawn), np.zeros(len(lengths)))

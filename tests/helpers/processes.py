@@ -130,7 +130,7 @@ class Listener(NamedTuple):
 
 def listeners(ancestor: int) -> list[Listener]:
     """Listening sockets of all descendants of `ancestor`, once for each process that has them open (Linux)."""
-    found = []
+    sockets = []
     for pid in descendants(ancestor, ""):
         folder = Path("/proc") / str(pid)
         try:
@@ -144,5 +144,5 @@ def listeners(ancestor: int) -> list[Listener]:
             if columns[3] == "0A" and columns[9] in held:  # the state LISTEN
                 address, port = columns[1].split(":")
                 on_loopback = address in ("0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F")
-                found.append(Listener(command, int(port, 16), on_loopback))
-    return found
+                sockets.append(Listener(command, int(port, 16), on_loopback))
+    return sockets

@@ -124,9 +124,9 @@ _OF_QWEN35: Json = {
 
 def _deepspec(target: Json, **changes: Any) -> Json:
     """Config.json of DeepSpec's drafts: the target's fields, with options at the top level."""
-    kept = {key: value for key, value in target.items() if key != "torch_dtype"}
+    fields = {key: value for key, value in target.items() if key != "torch_dtype"}
     options = {"dtype": "bfloat16", "num_target_layers": 36, "target_layer_ids": _LAYERS}
-    return kept | options | {"tie_word_embeddings": False} | changes
+    return fields | options | {"tie_word_embeddings": False} | changes
 
 
 _DSPARK: Json = {
@@ -304,8 +304,8 @@ def _small_draft(written: Json) -> Json:
     small = _SMALL | {"head_dim": 16, "num_hidden_layers": len(layers), "num_target_layers": 6, "eos_token_id": 257}
     small |= {"layer_types": layers} if "layer_types" in written else {}
     if written.get("dflash_config"):
-        own = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
-        small |= {"dflash_config": written["dflash_config"] | own}
+        small_options = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
+        small |= {"dflash_config": written["dflash_config"] | small_options}
     if "target_layer_ids" in written:
         small |= {"target_layer_ids": [0, 1, 2, 3, 4]}
     if "mask_token_id" in written:

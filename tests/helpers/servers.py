@@ -53,24 +53,24 @@ class Server:
     def model(self, name: str) -> dict[str, Any]:
         """A model's entry in /health."""
         health = httpx.get(f"{self.root}/health", timeout=patient(30), headers=self.authorization).json()
-        found: dict[str, Any] = health["models"][name]
-        return found
+        entry: dict[str, Any] = health["models"][name]
+        return entry
 
     def until(
         self, name: str, wanted: Mapping[str, object], limit_s: float = 30, factor: float = FACTOR
     ) -> dict[str, Any]:
         """A model's entry in /health once it has these values; limits as in `wait_until`."""
-        found: dict[str, Any] = {}
+        entry: dict[str, Any] = {}
 
         def holds() -> bool:
-            found.clear()
-            found.update(self.model(name))
-            return all(found.get(key) == value for key, value in wanted.items())
+            entry.clear()
+            entry.update(self.model(name))
+            return all(entry.get(key) == value for key, value in wanted.items())
 
         wait_until(
-            holds, limit_s, lambda: f"{found}, wanted: {dict(wanted)}\n{self.process.log}", factor=factor, poll_s=0.1
+            holds, limit_s, lambda: f"{entry}, wanted: {dict(wanted)}\n{self.process.log}", factor=factor, poll_s=0.1
         )
-        return found
+        return entry
 
 
 @contextmanager

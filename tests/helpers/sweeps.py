@@ -98,7 +98,7 @@ def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> 
     for c, block_size in enumerate(CANDIDATES):
         right = torch.rand(NUM_ANCHORS, generator=generator) < (LEADS if c == best else trails)
         accepted.append((right * depths.clamp(max=block_size - 1).minimum(room)).tolist())
-    emitted = [emitted_along(of_candidate) for of_candidate in accepted]
+    emitted = [emitted_along(candidate_accepted) for candidate_accepted in accepted]
     full = NUM_ANCHORS - CANDIDATES[-1] + 1
     places = torch.randint(full - NUM_PLACES + 1, (1,), generator=generator) + torch.arange(NUM_PLACES)
     prompt = Prompt("synthetic", (Message("user", text),))
@@ -139,6 +139,6 @@ def with_choices(row: SweepRow, seed: int, *, depth: int = DEPTH, rightness: flo
     chances = rightness * log_probs.exp()
     ranks = (torch.rand(num, depth, 1, generator=generator) > chances.cumsum(dim=-1)).sum(dim=-1)
     scores = log_probs.half().numpy().astype("<f2").tobytes()
-    found = np.where(ranks.numpy() < NUM_CHOICES, ranks.numpy(), -1).astype(np.int8)
-    found[:, 1:][(found < 0).cumsum(axis=1)[:, :-1] > 0] = -2  # unknown below a slot without an accepted choice
-    return dataclasses.replace(row, step_ranks=found.tobytes(), step_scores=scores, step_log_probs=scores)
+    recorded = np.where(ranks.numpy() < NUM_CHOICES, ranks.numpy(), -1).astype(np.int8)
+    recorded[:, 1:][(recorded < 0).cumsum(axis=1)[:, :-1] > 0] = -2  # unknown below a slot without an accepted choice
+    return dataclasses.replace(row, step_ranks=recorded.tobytes(), step_scores=scores, step_log_probs=scores)

@@ -23,16 +23,14 @@ def tree_of(nodes: Sequence[Node]) -> Tree:
 
 def nodes_of(grown: GrownTrees) -> dict[int, list[Node]]:
     """Selected nodes by slot, for every slot with a tree."""
-    found = dict[int, list[Node]]()
+    nodes_by_slot = dict[int, list[Node]]()
     for g, (slot, size) in enumerate(zip(grown.slots, grown.sizes.tolist(), strict=True)):
-        found[slot] = list(map(Node, *(values[g, :size].tolist() for values in grown.nodes[:-1])))
-    return found
+        nodes_by_slot[slot] = list(map(Node, *(values[g, :size].tolist() for values in grown.nodes[:-1])))
+    return nodes_by_slot
 
 
 def trees_to_select(chances_of_rows: Sequence[Sequence[float]]) -> Trees:
     """Trees of rows at temperature 0, each a chain with these probabilities."""
-    chains = [
-        [Node(0, i, chance, i + 1, choice_index=0) for i, chance in enumerate(of_row)] for of_row in chances_of_rows
-    ]
+    chains = [[Node(0, i, chance, i + 1, choice_index=0) for i, chance in enumerate(row)] for row in chances_of_rows]
     num = np.array(list(map(len, chains)))
     return Trees(np.zeros_like(num), num, as_arrays(chains, max(1, int(num.max()))))

@@ -48,18 +48,18 @@ class KnowingDraft(CachedDFlash):
         self.texts = dict[tuple[int, int], Sequence[int]]()
 
     def remember(self, text: Sequence[int]) -> None:
-        for place in enumerate(text):
-            self.texts[place] = text
+        for key in enumerate(text):
+            self.texts[key] = text
 
     def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
         super().propose(embedded, packing, cache)
-        same = (embedded[:, None] == self.embedding).all(dim=2).int().argmax(dim=1).tolist()
+        token_ids = (embedded[:, None] == self.embedding).all(dim=2).int().argmax(dim=1).tolist()
         tokens, seconds = list[int](), list[int]()
         text: Sequence[int] = ()
-        for i, place in enumerate(zip(packing.positions.tolist(), same, strict=True)):
+        for i, key in enumerate(zip(packing.positions.tolist(), token_ids, strict=True)):
             if i in packing.firsts:  # an anchor
-                text = self.texts.get(place, ())
-            position = place[0]
+                text = self.texts.get(key, ())
+            position = key[0]
             right = text[position] if position < len(text) else 0
             for choices, is_wrong in zip((tokens, seconds), self.errors(position), strict=True):
                 choices.append((right + is_wrong) % len(self.head))

@@ -23,15 +23,15 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    path, begun = folder / "store" / "mlflow.db", folder / "begun-store"
+    path, staging = folder / "store" / "mlflow.db", folder / "begun-store"
     with FileLock(folder / "store.lock"):
         if not path.exists():
-            begun.mkdir()
-            command = ["-c", CREATE, f"sqlite:///{begun}/mlflow.db"]
+            staging.mkdir()
+            command = ["-c", CREATE, f"sqlite:///{staging}/mlflow.db"]
             logs = [folder / f"store-{i}.log" for i in range(NUM_CREATORS)]
-            jobs = [Job(command, cwd=begun, env=os.environ, output=log) for log in logs]
+            jobs = [Job(command, cwd=staging, env=os.environ, output=log) for log in logs]
             assert [job.wait(200) for job in jobs] == [0] * NUM_CREATORS, [job.log for job in jobs]
-            begun.rename(path.parent)
+            staging.rename(path.parent)
     return path
 
 
@@ -54,9 +54,9 @@ def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
 @pytest.fixture
 def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run trainings without Ray: their workers and actors are this process."""
-    for place in ("train.connect", "train.scaling_config", "answers.connect", "train_draft.scaling_config"):
-        monkeypatch.setattr(f"jobs.{place}", lambda *_, **__: None)
-    for place in ("train.train", "train_draft.train"):
-        monkeypatch.setattr(f"jobs.{place}", one_process.train)
-    for place in ("answers.pooled", "train_draft.pooled"):
-        monkeypatch.setattr(f"jobs.{place}", one_process.pooled)
+    for attribute in ("train.connect", "train.scaling_config", "answers.connect", "train_draft.scaling_config"):
+        monkeypatch.setattr(f"jobs.{attribute}", lambda *_, **__: None)
+    for attribute in ("train.train", "train_draft.train"):
+        monkeypatch.setattr(f"jobs.{attribute}", one_process.train)
+    for attribute in ("answers.pooled", "train_draft.pooled"):
+        monkeypatch.setattr(f"jobs.{attribute}", one_process.pooled)

@@ -26,8 +26,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sweep of four prompts in two parts, with a step price at which long drafts pay in small batches."""
     folder, rows = tmp_path_factory.mktemp("sweep"), synthetic_rows(4, 0, trails=0.8)
     for part in (0, 1):
-        known = metadata(pair=EMBEDDED, config={"temperature": 0.0})
-        write_rows(folder / "rows" / f"part-{part}.parquet", rows[part::2], known)
+        sweep_metadata = metadata(pair=EMBEDDED, config={"temperature": 0.0})
+        write_rows(folder / "rows" / f"part-{part}.parquet", rows[part::2], sweep_metadata)
     write_price(folder, token_s=0.1)
     return folder
 
@@ -53,10 +53,10 @@ def best_numbers(sweep: Path, step_price: StepPrice, most: int) -> list[int]:
 
 @pytest.mark.parametrize("token_s", [0.0, 0.02, 0.3])
 def test_vllm_gets_the_fastest_number_of_every_batch_size(sweep: Path, tmp_path: Path, token_s: float) -> None:
-    place = write_price(tmp_path, token_s=token_s)
-    exported = run(ExportConfig(sweep=str(sweep), price=str(place), max_batch_size=12, output=tmp_path))
+    price_path = write_price(tmp_path, token_s=token_s)
+    exported = run(ExportConfig(sweep=str(sweep), price=str(price_path), max_batch_size=12, output=tmp_path))
     options = json.loads(exported.file.read_text())
-    best = best_numbers(sweep, read_price(place), 12)
+    best = best_numbers(sweep, read_price(price_path), 12)
     schedule = options.pop("num_speculative_tokens_per_batch_size", [[1, 12, options["num_speculative_tokens"]]])
     assert [num for first, last, num in schedule for _ in range(first, last + 1)] == best
     assert schedule[0][0] == 1
@@ -74,12 +74,12 @@ def test_the_single_number_is_the_best_for_all_batch_sizes_together(
     options = json.loads(exported.file.read_text())
     assert "num_speculative_tokens_per_batch_size" not in options
     assert options["num_speculative_tokens"] == exported.chosen.single - 1
-    shown = capsys.readouterr().out
-    assert f"over {exported.chosen.single - 1} for all" in shown
-    assert "tau of 4 prompts at T=0" in shown
-    assert "warning: seconds of vllm's own steps may differ: sweep with --engine vllm" in shown
-    assert f'--speculative-config "$(cat {exported.file})"' in shown
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line[0] == "|"][2:]
+    output = capsys.readouterr().out
+    assert f"over {exported.chosen.single - 1} for all" in output
+    assert "tau of 4 prompts at T=0" in output
+    assert "warning: seconds of vllm's own steps may differ: sweep with --engine vllm" in output
+    assert f'--speculative-config "$(cat {exported.file})"' in output
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line[0] == "|"][2:]
     assert [line[0] for line in table] == ["1", "2", "4", "8"]
     for line in table:
         choice = exported.chosen.choices[int(line[0]) - 1]
@@ -93,8 +93,8 @@ def test_sglang_counts_the_anchor_among_the_draft_tokens(sweep: Path, tmp_path: 
     assert exported.file.suffix == ".yaml"
     assert options["speculative-algorithm"] == "DFLASH"
     assert options["speculative-num-draft-tokens"] == exported.chosen.single
-    place = write_price(tmp_path, token_s=0.02, is_sequential=True)
-    exported = run(ExportConfig(sweep=str(sweep), price=str(place), engine="sglang", output=tmp_path))
+    price_path = write_price(tmp_path, token_s=0.02, is_sequential=True)
+    exported = run(ExportConfig(sweep=str(sweep), price=str(price_path), engine="sglang", output=tmp_path))
     options = yaml.safe_load(exported.file.read_text())
     numbers = {name: options[f"speculative-{name}"] for name in ("algorithm", "num-steps", "eagle-topk")}
     assert numbers == {"algorithm": "EAGLE3", "num-steps": exported.chosen.single - 1, "eagle-topk": 1}
@@ -110,17 +110,17 @@ def test_a_draft_of_the_hub_is_named_with_the_revision_that_was_swept() -> None:
 
 
 def test_where_drafting_does_not_pay_there_is_no_file(sweep: Path, tmp_path: Path) -> None:
-    place = write_price(tmp_path, token_s=50.0)
+    price_path = write_price(tmp_path, token_s=50.0)
     for engine in ("vllm", "sglang"):
         with pytest.raises(ValueError, match="plain decoding is the fastest: serve without a draft"):
-            run(ExportConfig(sweep=str(sweep), price=str(place), engine=engine, output=tmp_path / "out"))
+            run(ExportConfig(sweep=str(sweep), price=str(price_path), engine=engine, output=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_what_does_not_fit_together_is_refused_by_name(sweep: Path, tmp_path: Path) -> None:
-    other = write_price(tmp_path, pair=EMBEDDED._replace(draft_revision="other"))
+    price_path = write_price(tmp_path, pair=EMBEDDED._replace(draft_revision="other"))
     with pytest.raises(ValueError, match=r"not of the same models \(pair\.draft_revision: 'other' and"):
-        run(ExportConfig(sweep=str(sweep), price=str(other), output=tmp_path))
+        run(ExportConfig(sweep=str(sweep), price=str(price_path), output=tmp_path))
     with pytest.raises(ValueError, match="rows: no such file"):
         run(ExportConfig(sweep=str(tmp_path), output=tmp_path))
     part = next(read_parts(sweep / "rows"))

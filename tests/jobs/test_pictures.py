@@ -20,14 +20,14 @@ def is_png(content: bytes) -> bool:
 def with_trees(row: SweepRow) -> SweepRow:
     """Row with recorded choices of the draft, accepted up to depths 1 to 7 by trees of 1 to 64 nodes."""
     num = 7 * len(row.step_places)
-    offers = {"step_ranks": bytes(num), "step_scores": bytes(16 * num), "step_log_probs": bytes(16 * num)}
-    return replace(row, **offers, step_nodes=bytes([1, 2, 4, 8, 16, 32, 64] * len(row.step_places)))
+    choices = {"step_ranks": bytes(num), "step_scores": bytes(16 * num), "step_log_probs": bytes(16 * num)}
+    return replace(row, **choices, step_nodes=bytes([1, 2, 4, 8, 16, 32, 64] * len(row.step_places)))
 
 
 def test_a_sweep_shows_tau_by_prompt_set(capsys: pytest.CaptureFixture[str]) -> None:
     rows = synthetic_rows(20, 0)
     halves = {"maths": rows[:12], "code": rows[12:]}
-    by_set = {name: Summary().add(of_set) for name, of_set in halves.items()}
+    by_set = {name: Summary().add(set_rows) for name, set_rows in halves.items()}
     show(Summary().add(rows), by_set, metadata(), "dense", PRICE)
     _, table = capsys.readouterr().out.split("tau by prompt set")
     assert "code (8)" in table
@@ -43,9 +43,9 @@ def test_a_sweep_shows_tau_by_prompt_set(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_sweep_draws_its_curves(has_trees: bool, priced: bool) -> None:
     rows = [with_trees(row) if has_trees else row for row in synthetic_rows(8, 0)]
     summary = Summary().add(rows)
-    drawn = pictures(summary, {"all": summary}, 8, PRICE if priced else None)
-    assert drawn.keys() == ({"tau_curves.png", "trees.png"} if has_trees else {"tau_curves.png"})
-    assert all(map(is_png, drawn.values()))
+    images = pictures(summary, {"all": summary}, 8, PRICE if priced else None)
+    assert images.keys() == ({"tau_curves.png", "trees.png"} if has_trees else {"tau_curves.png"})
+    assert all(map(is_png, images.values()))
 
 
 def test_totals_by_set_add_up_to_those_of_all_rows() -> None:

@@ -60,16 +60,16 @@ def test_metrics_wait_while_the_store_is_away(
         log = MetricLog(registry.uri, run_id)
         log.add(10, {"loss": 3.0})
         log.flush()
-        kept = store.read_bytes()
+        store_bytes = store.read_bytes()
         store.write_bytes(b"no database at all" * 1000)
         log.add(20, {"loss": 2.0})
         log.flush()
         log.add(30, {"loss": 1.0})
         log.flush()
         assert "metrics of 2 steps are logged later" in caplog.text
-        of_checkpoint = [(10, {"loss": 3.0}), *log.waiting]
-        store.write_bytes(kept)
-        MetricLog(registry.uri, run_id, of_checkpoint).flush()
+        checkpoint_metrics = [(10, {"loss": 3.0}), *log.waiting]
+        store.write_bytes(store_bytes)
+        MetricLog(registry.uri, run_id, checkpoint_metrics).flush()
     history = registry._client.get_metric_history(run_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(10, 3.0), (20, 2.0), (30, 1.0)]
 
@@ -103,9 +103,9 @@ def test_the_stores_address_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
-    for given, absolute in (("sqlite:///other/x.db", f"sqlite:///{tmp_path}/other/x.db"), ("http://m:5000", None)):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
-        assert tracking_uri() == (absolute or given)
+    for address, absolute in (("sqlite:///other/x.db", f"sqlite:///{tmp_path}/other/x.db"), ("http://m:5000", None)):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert tracking_uri() == (absolute or address)
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with pytest.raises(ValueError, match="MLFLOW_TRACKING_URI"):
@@ -201,9 +201,9 @@ def test_policy_round_trip(registry: Registry, tmp_path: Path, monkeypatch: pyte
     assert torch.equal(loaded.network.head.weight, a_policy(1).network.head.weight)
     registry.set_champion(second)
     assert load_policy(registry.download(registry.champion(MODEL), copy)).info == a_policy(2).info
-    of_steps = load_policy(registry.download(third, copy))
-    assert isinstance(of_steps, StepPolicy)
-    assert (of_steps.weights == step_policy(PAIR, 20, seed=3).weights).all()
+    third_policy = load_policy(registry.download(third, copy))
+    assert isinstance(third_policy, StepPolicy)
+    assert (third_policy.weights == step_policy(PAIR, 20, seed=3).weights).all()
     assert not list(tmp_path.glob(".champion*"))
 
 
@@ -218,8 +218,8 @@ def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
 
 
 def test_missing_names_are_named(registry: Registry) -> None:
-    def missing(named: str, look_up: Callable[[], object]) -> None:
-        with pytest.raises(ValueError, match=named):
+    def missing(pattern: str, look_up: Callable[[], object]) -> None:
+        with pytest.raises(ValueError, match=pattern):
             look_up()
 
     missing("blockpilot-none", lambda: registry.versions("blockpilot-none"))
@@ -278,8 +278,8 @@ UNTRAINED, FIRST = "does not beat the untrained choice", "does not beat champion
 def test_a_champion_must_beat_what_needs_no_training(figures: HeldOut | None, reason: str) -> None:
     """Refusal both of a first champion and of a successor, even of one that beats the present champion."""
     assert _judge(a_version(2, figures), None) == (False, reason)
-    beaten = figures and beside(1, 1.1, 1.3, figures)
-    assert _judge(a_version(2, beaten), a_version(1, GOOD)) == (False, reason)
+    champion_figures = figures and beside(1, 1.1, 1.3, figures)
+    assert _judge(a_version(2, champion_figures), a_version(1, GOOD)) == (False, reason)
 
 
 @pytest.mark.parametrize(

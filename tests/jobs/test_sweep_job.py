@@ -96,9 +96,9 @@ def replayed(pair: Pair, shards: Sequence[SweepShard], folder: SweepFolder) -> d
 
 def open_sweep(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
     """Shards and directory of a sweep, ready to be written to."""
-    shards, asked = _cut(config)
+    shards, prompt_list = _cut(config)
     folder = SweepFolder(config.output, _identity(config, shards))
-    folder.open(shards, asked)
+    folder.open(shards, prompt_list)
     return shards, folder
 
 
@@ -132,8 +132,8 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
 )
 def test_bad_input_is_one_line(arguments: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": ""}\n{"prompt": \n')
-    given = f"--output {tmp_path / 'out'} {arguments.format(bad=tmp_path / 'bad.jsonl')}"
-    assert message in error_of(SweepConfig, run, given)
+    command_line = f"--output {tmp_path / 'out'} {arguments.format(bad=tmp_path / 'bad.jsonl')}"
+    assert message in error_of(SweepConfig, run, command_line)
     assert not (tmp_path / "out").exists()
 
 
@@ -145,14 +145,14 @@ def test_a_sweep_needs_a_candidate() -> None:
 def test_the_output_may_be_a_uri(config: SweepConfig, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(monkeypatch) as bucket:
         config = config.model_copy(update={"output": f"{bucket}/by-uri", "prompts_per_shard": 8})
-        with Lease(config.output) as held:
+        with Lease(config.output) as output_lease:
             shards, folder = open_sweep(config)
             expected = replayed(tiny_pair, shards, folder)
             OpenSweep(config, shards, folder, metadata_of(folder, tiny_pair), expected).write(*shards)
             folder.write_rejects([])
-            held.check()
-        for place in (folder.rows, config.output):
-            assert read_sweep(place).rows == [row for rows in expected.values() for row in rows]
+            output_lease.check()
+        for location in (folder.rows, config.output):
+            assert read_sweep(location).rows == [row for rows in expected.values() for row in rows]
         assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
         files = {f"{kind}/{Path(s.part).stem}.{end}" for s in shards for kind, end in FILES_OF_SHARDS}
         assert set(file_names(config.output)) == {"config.json", *files}
@@ -164,16 +164,16 @@ def test_the_output_may_be_a_uri(config: SweepConfig, tiny_pair: Pair, monkeypat
 
 
 def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path) -> None:
-    twice = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
-    shards, folder = open_sweep(twice)
+    doubled = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
+    shards, folder = open_sweep(doubled)
     in_order = [text for shard in shards for text in texts(folder, shard)]
     assert len(in_order) == len(set(in_order)) == 14
     assert [len(shard.prompts) for shard in shards] == [2] * 7
     assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
     assert [shard.number for shard in shards] == list(range(7))
-    assert open_sweep(twice)[0] == shards
-    reseeded, other = open_sweep(twice.model_copy(update={"seed": 4, "output": config.output + "4"}))
-    assert [texts(other, shard) for shard in reseeded] == [texts(folder, shard) for shard in shards]
+    assert open_sweep(doubled)[0] == shards
+    reseeded, other_folder = open_sweep(doubled.model_copy(update={"seed": 4, "output": config.output + "4"}))
+    assert [texts(other_folder, shard) for shard in reseeded] == [texts(folder, shard) for shard in shards]
     assert not {shard.part for shard in reseeded} & {shard.part for shard in shards}
 
 
@@ -244,11 +244,11 @@ def test_a_folder_of_another_sweep_is_refused(opened: OpenSweep) -> None:
         "num_prompts": 5,
         "prompts_per_shard": 3,
     }.items():
-        other = config.model_copy(update={field: value})
+        other_config = config.model_copy(update={field: value})
         with pytest.raises(ValueError, match=rf"holds another sweep \(stored and requested: {field}"):
-            run(other)
-    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "price_rows": 1})
-    assert open_sweep(elsewhere)[1].identity == folder.identity
+            run(other_config)
+    retuned_config = config.model_copy(update={"slots": 3, "max_attempts": 7, "price_rows": 1})
+    assert open_sweep(retuned_config)[1].identity == folder.identity
     assert not ray.is_initialized()
 
 
@@ -277,10 +277,10 @@ def test_one_driver_writes_at_a_time(config: SweepConfig, monkeypatch: pytest.Mo
     monkeypatch.setattr(lease, "BEAT_S", 0.05)
     monkeypatch.setattr(lease, "PATIENCE_S", patient(0.5))
     me = f"process id {os.getpid()} on {socket.gethostname()}"
-    with Lease(config.output) as held:
+    with Lease(config.output) as output_lease:
         with pytest.raises(ValueError, match=f"output {config.output}: the driver with {me} is writing there"):
             run(config)
-        held.check()
+        output_lease.check()
     assert not Path(config.output, "config.json").exists()
 
 
@@ -288,14 +288,14 @@ def test_rows_and_files_of_others_do_not_join(opened: OpenSweep) -> None:
     """Rows of another pair, new or already in the folder, and unknown files are refused."""
     config, (first, second, *_), folder, metadata, expected = opened
     opened.write(first)
-    again = SweepFolder(config.output, folder.identity)
-    assert again.left(first) == ()
+    reopened_folder = SweepFolder(config.output, folder.identity)
+    assert reopened_folder.left(first) == ()
     retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
-    two_pairs = r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"
-    with pytest.raises(ValueError, match=two_pairs):
-        again.write(second, expected[second.part], retrained)
+    pattern = r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"
+    with pytest.raises(ValueError, match=pattern):
+        reopened_folder.write(second, expected[second.part], retrained)
     write_rows(f"{folder.rows}/{second.part}", expected[second.part], retrained)
-    with pytest.raises(ValueError, match=two_pairs):
+    with pytest.raises(ValueError, match=pattern):
         run(config)
     write_rows(f"{folder.rows}/part-00099-x.parquet", expected[first.part], metadata)
     with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet does not belong to this sweep"):
@@ -324,25 +324,25 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
 @contextlib.contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
     """Limit the size of files that this process writes; a larger one raises OSError."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
 
 
 def test_a_full_disk_costs_no_row(opened: OpenSweep) -> None:
     """Rows written before the disk was full stay, the others are swept later; the job ends with a one-line error."""
     config, (first, second, *_), folder, metadata, expected = opened
     opened.write(first)
-    before = {part: part.stat().st_mtime_ns for part in parts(config)}
+    mtimes = {part: part.stat().st_mtime_ns for part in parts(config)}
     with pytest.raises(OSError, match="File too large"), full_disk(4096):
         folder.write(second, expected[second.part], metadata)
     with full_disk(400):  # room for a lease
         error = error_of(SweepConfig, run, " ".join(command(config)))
     assert error.startswith("error: [Errno 27] File too large")
-    assert {part: part.stat().st_mtime_ns for part in parts(config)} == before
+    assert {part: part.stat().st_mtime_ns for part in parts(config)} == mtimes
     assert next(iter(left(config).items())) == (second.part, texts(folder, second))
 
 
@@ -353,9 +353,9 @@ def test_neither_a_lost_node_nor_a_fatal_prompt_cost_other_prompts(
 ) -> None:
     """Loss of one of two nodes while its worker sweeps: the other worker finishes, every prompt once."""
     rows = {row.prompt: row for row in synthetic_rows(40, 0)}
-    asked, fatal = tmp_path / "many.jsonl", next(iter(rows))
-    asked.write_text("".join(json.dumps({"prompt": prompt, "set": "synthetic"}) + "\n" for prompt in rows))
-    changes = {"prompts": (str(asked),), "seed": 0, "temperature": 0.0}
+    prompt_path, fatal = tmp_path / "many.jsonl", next(iter(rows))
+    prompt_path.write_text("".join(json.dumps({"prompt": prompt, "set": "synthetic"}) + "\n" for prompt in rows))
+    changes = {"prompts": (str(prompt_path),), "seed": 0, "temperature": 0.0}
     config = config.model_copy(update=changes)
     shards, folder = open_sweep(config)
     (fatal_part,) = (shard.part for shard in shards if fatal in texts(folder, shard))
@@ -385,11 +385,11 @@ def test_neither_a_lost_node_nor_a_fatal_prompt_cost_other_prompts(
     finally:
         ray.shutdown()
         cluster.shutdown()
-    said = capsys.readouterr().out
-    tried_again = set(re.findall("trying (.*) again, its worker died", said))
-    assert fatal_part in tried_again
-    assert len(tried_again) > 1
-    assert f"looking for what fails in {fatal_part}, its worker died" in said
+    output = capsys.readouterr().out
+    retried_parts = set(re.findall("trying (.*) again, its worker died", output))
+    assert fatal_part in retried_parts
+    assert len(retried_parts) > 1
+    assert f"looking for what fails in {fatal_part}, its worker died" in output
     assert 0 < lost_after < 10  # of 20
     assert [(reject.prompt, reject.error.split(" (")[0]) for reject in rejects] == [(fatal, "its worker died")]
     assert sorted(row.prompt for row in read_sweep(config.output).rows) == sorted(rows.keys() - {fatal})
@@ -410,14 +410,14 @@ def test_kills_cost_no_row_and_the_job_goes_on_when_it_is_submitted(
     job.wait_for(lambda: len(parts(config)) > before)
     job.kill()
     assert "again, its worker died" in job.log
-    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
-    assert 0 < len(kept) < len(expected)
+    mtimes = {part: part.stat().st_mtime_ns for part in parts(config)}
+    assert 0 < len(mtimes) < len(expected)
 
     with head_node(variables) as address:
         submit = [RAY, "job", "submit", "--address", address, "--working-dir", "."]
         submit += ["--", sys.executable, "jobs/sweep.py", *command(config)]
         settings = {"cwd": ROOT, "env": variables, "timeout": patient(180)}
-        done = subprocess.run(submit, capture_output=True, text=True, check=False, **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
+        result = subprocess.run(submit, capture_output=True, text=True, check=False, **settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {part: part.stat().st_mtime_ns for part in mtimes} == mtimes  # what was finished was not done again
     assert_complete(config, expected)

@@ -127,13 +127,13 @@ def test_a_start_gets_the_parts_that_it_lacks(
     start.vocabulary = torch.arange(20)
     save_draft(start, tmp_path / "start")
     same_shape = {"num_layers": 1, "block_size": 4, "start": str(tmp_path / "start")}
-    plain = fresh_draft(config(tiny_pair_dirs[0], prompts, **same_shape))
-    other = fresh_draft(
+    plain_draft = fresh_draft(config(tiny_pair_dirs[0], prompts, **same_shape))
+    extended_draft = fresh_draft(
         config(tiny_pair_dirs[0], prompts, **same_shape, causal=True, selector_rank=4, selector_top_k=6)
     )
-    assert (plain.options.causal, plain.options.selector_rank) == (None, 0)
-    assert (other.options.causal, other.options.selector_rank) == (True, 4)
-    for draft in (plain, other):
+    assert (plain_draft.options.causal, plain_draft.options.selector_rank) == (None, 0)
+    assert (extended_draft.options.causal, extended_draft.options.selector_rank) == (True, 4)
+    for draft in (plain_draft, extended_draft):
         assert draft.options.conv_kernel_size == 2
         assert draft.vocabulary.tolist() == list(range(20))
         state = draft.state_dict()
@@ -263,9 +263,9 @@ def test_other_drafts_are_those_of_a_plain_fit(
     run(training)
     trained, draft = check_trained(training, registry, num_runs=2)
     assert draft.vocabulary is None
-    kept = load_file(tiny_pair_dirs[1] / "model.safetensors")
-    assert trained.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
-    assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in kept.items())
+    start_weights = load_file(tiny_pair_dirs[1] / "model.safetensors")
+    assert trained.keys() - start_weights.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
+    assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in start_weights.items())
     assert trained["candidate_selector.successor_codebook"].any()
 
 

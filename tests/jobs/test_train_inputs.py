@@ -156,10 +156,10 @@ def sweeps(tmp_path: Path) -> tuple[str, str]:
     rows = [dataclasses.replace(row, temperature=1.0) for row in rows_with_choices(18, 1)]
     write_sweep(tmp_path / "one", rows_with_choices(24, 0))
     write_price(tmp_path / "one")
-    others = [dataclasses.replace(row, prompt_set="other") for row in rows[:8]]
-    write_sweep(tmp_path / "two", others, metadata(config={"seed": 0, "temperature": 1.0}))
-    later = metadata(config={"seed": 0, "temperature": 1.0}, git_commit="later")
-    write_sweep(tmp_path / "two", rows[8:], later, "part-1")
+    other_rows = [dataclasses.replace(row, prompt_set="other") for row in rows[:8]]
+    write_sweep(tmp_path / "two", other_rows, metadata(config={"seed": 0, "temperature": 1.0}))
+    later_metadata = metadata(config={"seed": 0, "temperature": 1.0}, git_commit="later")
+    write_sweep(tmp_path / "two", rows[8:], later_metadata, "part-1")
     return str(tmp_path / "one"), str(tmp_path / "two")
 
 
@@ -172,9 +172,9 @@ def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path:
     training, validation = split_steps(data.folder, 0.25, 0)
     assert (len(training), len(validation)) == ((42 - held_out) * NUM_PLACES, held_out * NUM_PLACES)
     assert int(read_steps(data.folder).drawn.sum()) == 18 * NUM_PLACES
-    of_prompts = dataset(tmp_path, sweep=sweeps, fit=PROMPT)
-    assert of_prompts.rows.num_examples == 42
-    assert [len(side) for side in split_examples(of_prompts.folder, 0.25, 0)] == [42 - held_out, held_out]
+    prompt_data = dataset(tmp_path, sweep=sweeps, fit=PROMPT)
+    assert prompt_data.rows.num_examples == 42
+    assert [len(side) for side in split_examples(prompt_data.folder, 0.25, 0)] == [42 - held_out, held_out]
 
 
 def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str], tmp_path: Path) -> None:
@@ -182,21 +182,21 @@ def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str],
     assert data.task is not None
     assert data.task.candidates == WITH_PLAIN
     assert data.price == PRICE
-    drafted = [0.01 + 4 * 0.02 * (size - 1) for size in CANDIDATES]
-    assert data.task.step_costs.tolist() == pytest.approx([1, *(1 + extra / 1.08 for extra in drafted)])
-    alone = dataset(tmp_path, sweep=sweeps, rows=1, fit=PROMPT).task
-    assert alone is not None
-    assert alone.step_costs.tolist() == pytest.approx(
+    draft_costs = [0.01 + 4 * 0.02 * (size - 1) for size in CANDIDATES]
+    assert data.task.step_costs.tolist() == pytest.approx([1, *(1 + extra / 1.08 for extra in draft_costs)])
+    single_row_task = dataset(tmp_path, sweep=sweeps, rows=1, fit=PROMPT).task
+    assert single_row_task is not None
+    assert single_row_task.step_costs.tolist() == pytest.approx(
         [1, *(1 + (0.01 + 0.02 * (size - 1)) / 1.02 for size in CANDIDATES)]
     )
     assert (open_examples(data.folder).taus[:, 0] == 1).all()
-    paper = dataset(tmp_path, sweep=sweeps, objective="tau", fit=PROMPT)
-    assert paper.task is not None
-    assert (paper.task.candidates, paper.price) == (tuple(CANDIDATES), None)
-    assert len(set(paper.task.step_costs.tolist())) == 1
-    for place, price in zip(sweeps, (PRICE, None), strict=True):  # a step policy needs none: decoding measures it
-        of_steps = dataset(tmp_path, sweep=(place,))
-        assert (of_steps.price, of_steps.task) == (price, None)
+    tau_data = dataset(tmp_path, sweep=sweeps, objective="tau", fit=PROMPT)
+    assert tau_data.task is not None
+    assert (tau_data.task.candidates, tau_data.price) == (tuple(CANDIDATES), None)
+    assert len(set(tau_data.task.step_costs.tolist())) == 1
+    for sweep, price in zip(sweeps, (PRICE, None), strict=True):  # a step policy needs none: decoding measures it
+        step_data = dataset(tmp_path, sweep=(sweep,))
+        assert (step_data.price, step_data.task) == (price, None)
 
 
 def test_candidates_and_sets_are_those_asked_for(sweeps: tuple[str, str], tmp_path: Path) -> None:
@@ -206,24 +206,24 @@ def test_candidates_and_sets_are_those_asked_for(sweeps: tuple[str, str], tmp_pa
     rows = sorted(synthetic_rows(24, 0), key=lambda row: row.prompt_id)
     taus = torch.tensor([[row.taus[0], row.taus[3]] for row in rows])
     torch.testing.assert_close(open_examples(data.folder).taus, taus, rtol=0, atol=1e-6)
-    with_plain = dataset(tmp_path, sweep=sweeps[:1], fit=PROMPT, candidates=(2, 4)).task
-    assert with_plain is not None
-    assert with_plain.candidates == (1, 2, 4)
-    of_one_set = dataset(tmp_path, sweep=sweeps, leave_out=("other", "unknown"))
-    assert of_one_set.rows.num_examples == (24 + 10) * NUM_PLACES
-    assert set(of_one_set.rows.sets) == {"synthetic"}
-    assert of_one_set.id != dataset(tmp_path, sweep=sweeps).id
+    plain_task = dataset(tmp_path, sweep=sweeps[:1], fit=PROMPT, candidates=(2, 4)).task
+    assert plain_task is not None
+    assert plain_task.candidates == (1, 2, 4)
+    filtered_data = dataset(tmp_path, sweep=sweeps, leave_out=("other", "unknown"))
+    assert filtered_data.rows.num_examples == (24 + 10) * NUM_PLACES
+    assert set(filtered_data.rows.sets) == {"synthetic"}
+    assert filtered_data.id != dataset(tmp_path, sweep=sweeps).id
 
 
 def test_a_dataset_is_identified_by_its_rows_and_steps_in_any_order(tmp_path: Path) -> None:
     """Id of a dataset from its rows: a killed training must not resume from a checkpoint of other examples."""
-    first, *others = rows_with_choices(10, 0)
+    first, *other_rows = rows_with_choices(10, 0)
     columns = ("step_contexts", "step_embeddings", "step_ranks", "step_scores", "step_log_probs")
     halves = {name: getattr(first, name)[: len(getattr(first, name)) // 2] for name in columns}
     changes: list[dict[str, Any]] = [
         {"step_places": first.step_places[: NUM_PLACES // 2], **halves},
-        {"step_ranks": others[0].step_ranks},
-        {"step_scores": others[0].step_scores},
+        {"step_ranks": other_rows[0].step_ranks},
+        {"step_scores": other_rows[0].step_scores},
         {"temperature": 1.0},
     ]
 
@@ -232,9 +232,9 @@ def test_a_dataset_is_identified_by_its_rows_and_steps_in_any_order(tmp_path: Pa
             write_sweep(tmp_path / "sweep", rows, part=f"part-{i}")
         return dataset(tmp_path, sweep=(str(tmp_path / "sweep"),)).id
 
-    ids = [dataset_id([dataclasses.replace(first, **change), *others]) for change in ({}, *changes)]
-    assert len({*ids, dataset_id(others)}) == len(changes) + 2
-    assert dataset_id(others[5:], [first, *others[:5]]) == ids[0]
+    ids = [dataset_id([dataclasses.replace(first, **change), *other_rows]) for change in ({}, *changes)]
+    assert len({*ids, dataset_id(other_rows)}) == len(changes) + 2
+    assert dataset_id(other_rows[5:], [first, *other_rows[:5]]) == ids[0]
 
 
 def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], tmp_path: Path) -> None:
@@ -247,16 +247,16 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
 
     first = name()
     assert name(output=tmp_path / "x", max_failures=9, checkpoint_every=1, num_cpus=0.5) == first
-    of_fit: dict[str, Any] = {
+    fit_settings: dict[str, Any] = {
         **{"hidden": 8, "epochs": 3, "batch_size": 9, "lr": 0.1, "dropout": 0.1, "patience": 2, "seed": 2},
         **{"anneal": False, "weight_decay": 0.0, "max_support": 5, "kind": "step"},
     }
-    others = {
+    config_settings = {
         **{"validation": 0.3, "num_workers": 2, "rows": 4, "candidates": (2, 4)},
         **{"leave_out": ("other",), "sweep": sweeps[:1], "objective": "tau"},
     }
     changes: list[dict[str, object]] = [
-        {"fit": dataclasses.replace(PROMPT, **{field: value})} for field, value in of_fit.items()
+        {"fit": dataclasses.replace(PROMPT, **{field: value})} for field, value in fit_settings.items()
     ]
-    changes += [{field: value} for field, value in others.items()]
+    changes += [{field: value} for field, value in config_settings.items()]
     assert len({first, *(name(**change) for change in changes)}) == 1 + len(changes)

@@ -83,12 +83,12 @@ class OtherCluster(NamedTuple):
 def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherCluster]:
     folder = tmp_path_factory.mktemp("other")
     with tempfile.TemporaryDirectory(prefix="bp", ignore_cleanup_errors=True) as temporary:  # short, for sockets
-        shared = environment() | {"RAY_TMPDIR": temporary, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
-        process = Job(["-c", OTHER], cwd=folder, env=shared, output=folder / "log")
+        variables = environment() | {"RAY_TMPDIR": temporary, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+        process = Job(["-c", OTHER], cwd=folder, env=variables, output=folder / "log")
         process.wait_for(lambda: "another cluster at" in process.log)
-        found = re.search(r"another cluster at (.*)\.", process.log)
-        assert found
-        yield OtherCluster(process, shared, found[1])
+        match = re.search(r"another cluster at (.*)\.", process.log)
+        assert match
+        yield OtherCluster(process, variables, match[1])
         assert process.poll() is None
         ray.shutdown()  # disconnect first: the end of a cluster ends the processes connected to it
         process.terminate()
@@ -114,9 +114,9 @@ def kill_worker_and_driver(config: TrainConfig, folder: Path, other: OtherCluste
         for complaint in ("multiple active Ray instances", "Cleaning up placement group"):
             assert complaint not in job.log
     finally:
-        below = descendants(job.pid, "Train")
+        train_processes = descendants(job.pid, "Train")
         job.kill()
-        wait_until(lambda: not any(map(is_running, below)), 60)
+        wait_until(lambda: not any(map(is_running, train_processes)), 60)
 
 
 @pytest.mark.ray
@@ -145,9 +145,9 @@ def test_neither_kills_nor_a_full_disk_change_a_policy(
     obstacle.rmdir()
     run(config)
 
-    said = capsys.readouterr().out
-    assert f"192 examples, 48 held back; {EPOCHS} epochs" in said
-    assert "registered as blockpilot-target-1b version 1" in said
+    output = capsys.readouterr().out
+    assert f"192 examples, 48 held back; {EPOCHS} epochs" in output
+    assert "registered as blockpilot-target-1b version 1" in output
     policy = load_policy(tmp_path / "policy")
     assert isinstance(policy, PromptPolicy)
     assert policy.price == PRICE
@@ -158,7 +158,7 @@ def test_neither_kills_nor_a_full_disk_change_a_policy(
     training, validation = split_examples(folder, 0.2, 0)
     task = FitTask("throughput", WITH_PLAIN, torch.tensor(PRICE.relative(WITH_PLAIN, rows=1)))
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
-    losses_of = [fit.run_epoch() for _ in range(EPOCHS)]
+    epoch_losses = [fit.run_epoch() for _ in range(EPOCHS)]
     assert fit.done
     # 720 steps of Adam; gradients are summed in another order over two ranks.
     expected = new_network(training, VOCAB_SIZE, settings)
@@ -167,7 +167,7 @@ def test_neither_kills_nor_a_full_disk_change_a_policy(
         predict(policy.network, validation), predict(expected, validation), rtol=0.01, atol=0.01
     )
 
-    check_what_is_kept(tmp_path, rows, losses_of, config)
+    check_what_is_kept(tmp_path, rows, epoch_losses, config)
 
 
 @pytest.mark.usefixtures("in_one_process")
@@ -181,9 +181,9 @@ def test_a_step_policy_is_fitted_once_reported_and_registered(
     write_price(tmp_path / "sweep")
     config = TrainConfig(sweep=("sweep",), output=Path("policy"), num_workers=2)
     work = functools.partial(_work, config, read_dataset(config, tmp_path / "data"))
-    [[(_, fitted)], [other]] = (one_process.reports_of(work, rank, num_workers=2) for rank in range(2))
+    [[(_, fitted)], [other_report]] = (one_process.reports_of(work, rank, num_workers=2) for rank in range(2))
     assert fitted is not None
-    assert other == ({}, None)
+    assert other_report == ({}, None)
     run(config)
     policy = load_policy(tmp_path / "policy")
     assert isinstance(policy, StepPolicy)
@@ -197,25 +197,25 @@ def test_a_step_policy_is_fitted_once_reported_and_registered(
     expected = fit_prior(outcomes_of(training))
     for weights in (policy.weights, fitted["weights"]):
         assert np.allclose(weights, expected.weights)  # other threads sum in another order
-    trained, of_draft = losses(expected, outcomes_of(validation))
-    assert trained < of_draft - 0.01  # choices are right 0.7 times as often as the draft's probabilities predict
+    fit_nats, draft_nats = losses(expected, outcomes_of(validation))
+    assert fit_nats < draft_nats - 0.01  # choices are right 0.7 times as often as the draft's probabilities predict
     errors = [mean_error(reliability(prior, validation)) for prior in (expected, None)]
     assert errors[0] < errors[1]
     num = len(validation)
-    said = (
+    report = (
         f"train: {60 * NUM_PLACES - num} examples, {num} held back; policy in policy, registered as "
         "blockpilot-target-1b version 1\n"
-        f"train: held-back choices: {trained:.3f} nats a slot, by the draft's own probabilities {of_draft:.3f}; "
+        f"train: held-back choices: {fit_nats:.3f} nats a slot, by the draft's own probabilities {draft_nats:.3f}; "
         f"mean error of a node's chance {errors[0]:.3f}, of the draft's own {errors[1]:.3f}"
     )
-    assert said in capsys.readouterr().out
+    assert report in capsys.readouterr().out
 
     (version,) = registry.versions("blockpilot-target-1b")
     assert version.tags.items() >= {**PAIR._asdict(), "kind": "step", "format": "5"}.items()
-    assert float(version.tags["nats.trained"]) == pytest.approx(trained)
+    assert float(version.tags["nats.trained"]) == pytest.approx(fit_nats)
     assert version.run_id is not None
     metrics = registry._client.get_run(version.run_id).data.metrics
-    assert (metrics["nats_trained"], metrics["nats_own"]) == pytest.approx((trained, of_draft))
+    assert (metrics["nats_trained"], metrics["nats_own"]) == pytest.approx((fit_nats, draft_nats))
     assert (metrics["reliability_error_trained"], metrics["reliability_error_draft"]) == pytest.approx(errors)
     artifacts = {item.path for item in registry._client.list_artifacts(version.run_id)}
     assert artifacts == {"training.json", "reliability.json", "reliability.png"}
@@ -248,7 +248,7 @@ def check_what_is_kept(
     for name in losses[0]:
         history = registry._client.get_metric_history(version.run_id, name)
         assert [point.step for point in history] == list(range(1, EPOCHS + 1))  # each epoch once, despite the kills
-        assert [point.value for point in history] == pytest.approx([of[name] for of in losses], rel=1e-2)
+        assert [point.value for point in history] == pytest.approx([epoch[name] for epoch in losses], rel=1e-2)
     recorded = registry._client.get_run(version.run_id)
     assert recorded.info.status == "FINISHED"
     assert recorded.data.tags["sweep_id"] == sweep_id
@@ -270,7 +270,7 @@ def test_a_lost_store_costs_no_policy(registry: Registry, tmp_path: Path, monkey
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
     settings = FitSettings("prompt", hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
     store, sweep = tmp_path / "mlflow.db", (str(tmp_path / "sweep"),)
-    whole = store.read_bytes()
+    store_bytes = store.read_bytes()
 
     def lose_store(*arguments: Any) -> object:
         store.write_bytes(b"no database any more " * 1000)
@@ -282,15 +282,15 @@ def test_a_lost_store_costs_no_policy(registry: Registry, tmp_path: Path, monkey
     assert str(error.value).startswith(f"MLflow store sqlite:///{store}: ")
     assert str(error.value).endswith("The results are in policy; --relog logs them later")
     policy = load_policy(tmp_path / "policy")
-    written = (tmp_path / "policy" / "training.json").read_bytes()
+    record_bytes = (tmp_path / "policy" / "training.json").read_bytes()
 
-    store.write_bytes(whole)
-    code, said = run_job(tmp_path, "--relog", "--output", "policy")
-    assert code == 0, said
-    assert "policy in policy, registered as blockpilot-target-1b version 1" in said
+    store.write_bytes(store_bytes)
+    code, output = run_job(tmp_path, "--relog", "--output", "policy")
+    assert code == 0, output
+    assert "policy in policy, registered as blockpilot-target-1b version 1" in output
     assert run(TrainConfig(relog=True, output=Path("policy"))).version is not None  # the one above
-    assert (tmp_path / "policy" / "training.json").read_bytes() == written
-    record = json.loads(written)
+    assert (tmp_path / "policy" / "training.json").read_bytes() == record_bytes
+    record = json.loads(record_bytes)
     validation = [epoch["validation_loss"] for epoch in record["history"]]
     assert policy.info.training["best_epoch"] == validation.index(min(validation)) + 1
 
@@ -336,10 +336,10 @@ def test_a_kill_while_a_policy_is_saved_mixes_no_two(
     policy, replace = tmp_path / "policy", Path.replace
     for when in range(8):
         save_old()
-        before, done = load_policy(policy).info, itertools.count()
+        old_info, counter = load_policy(policy).info, itertools.count()
 
-        def killed(self: Path, target: Path, when: int = when, done: Iterator[int] = done) -> Path:
-            if next(done) == when:
+        def killed(self: Path, target: Path, when: int = when, counter: Iterator[int] = counter) -> Path:
+            if next(counter) == when:
                 raise KeyboardInterrupt
             return replace(self, target)
 
@@ -348,10 +348,10 @@ def test_a_kill_while_a_policy_is_saved_mixes_no_two(
             save_new()
         if (policy / "policy.json").exists():
             num_prompts = len(LearnedFrom.read(policy).prompts)
-            assert num_prompts == (40 if load_policy(policy).info == before else 60), when
+            assert num_prompts == (40 if load_policy(policy).info == old_info else 60), when
         save_new()
         assert len(LearnedFrom.read(policy).prompts) == 60
-        assert load_policy(policy).info != before
+        assert load_policy(policy).info != old_info
         assert not (policy / ".new").exists()
 
 

@@ -57,14 +57,14 @@ def test_tokens_of_steps_add_up_to_the_answer(num_tokens: int, accepted: list[in
 
 
 def test_price_is_that_of_the_steps() -> None:
-    true = price(base_s=0.01, row_s=0.001, launch_s=0.002, token_s=0.0005)
+    true_price = price(base_s=0.01, row_s=0.001, launch_s=0.002, token_s=0.0005)
     loads = [Load(rows, rows * num, rows * num) for rows in batch_sizes(6) for num in (0, 3, 7)]
-    timed = {load: true.seconds(load) for load in loads}
-    fitted = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # negative: only timing noise
+    timed = {load: true_price.seconds(load) for load in loads}
+    fitted_price = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # negative: only timing noise
     for load, seconds in timed.items():
-        assert fitted.seconds(load) == pytest.approx(seconds, rel=1e-3)
-    assert fitted.error < 1e-3
-    assert fitted.rows == 6
+        assert fitted_price.seconds(load) == pytest.approx(seconds, rel=1e-3)
+    assert fitted_price.error < 1e-3
+    assert fitted_price.rows == 6
     assert [batch_sizes(most) for most in (1, 6, 8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
     with pytest.raises(ValueError, match="3 loads: too few for the price of a step"):
         price_of_steps(dict(list(timed.items())[:3]), price())
@@ -94,7 +94,7 @@ def test_a_sweep_by_vllm_gives_what_this_engine_decodes(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "List five colours."}\n{"prompt": "Who was Newton?"}\n')
     shared = ["--prompts", str(tmp_path / "prompts.jsonl"), "--candidates", "1", "4", "8", "--method", "decode"]
     shared += ["--max-new-tokens", "24", "--dtype", "float32"]
-    by_vllm = [
+    vllm_options = [
         "--engine",
         "vllm",
         "--enforce-eager",
@@ -105,18 +105,18 @@ def test_a_sweep_by_vllm_gives_what_this_engine_decodes(tmp_path: Path) -> None:
         "--price-context",
         "32",
     ]
-    for name, options in {"vllm": by_vllm, "ours": ["--price-rows", "0"]}.items():
+    for name, options in {"vllm": vllm_options, "ours": ["--price-rows", "0"]}.items():
         command = [sys.executable, ROOT / "jobs" / "sweep.py", *shared, *options, "--output", tmp_path / name]
         subprocess.run(command, check=True, cwd=tmp_path)
     theirs, ours = (read_sweep(tmp_path / name / "rows") for name in ("vllm", "ours"))
     assert [row.prompt_id for row in theirs.rows] == [row.prompt_id for row in ours.rows]
-    for row, ours_of_row in zip(theirs.rows, ours.rows, strict=True):
-        assert (row.output_tokens, row.finish_reason) == (ours_of_row.output_tokens, ours_of_row.finish_reason)
+    for row, our_row in zip(theirs.rows, ours.rows, strict=True):
+        assert (row.output_tokens, row.finish_reason) == (our_row.output_tokens, our_row.finish_reason)
         assert row.texts_agree
         assert dict(zip(row.probs_ids, row.probs, strict=True)) == pytest.approx(
-            dict(zip(ours_of_row.probs_ids, ours_of_row.probs, strict=True)), abs=1e-4
+            dict(zip(our_row.probs_ids, our_row.probs, strict=True)), abs=1e-4
         )
-        assert row.taus == pytest.approx(ours_of_row.taus, rel=0.1)
+        assert row.taus == pytest.approx(our_row.taus, rel=0.1)
         assert row.num_steps[0] == len(row.output_tokens) - 1
     assert theirs.metadata.pair == ours.metadata.pair
     assert read_price(tmp_path / "vllm" / "price.json").pair == ours.metadata.pair
@@ -127,8 +127,8 @@ def test_vllm_takes_the_exported_file_and_keeps_its_text(embedded_pair: Pair, tm
     """Exported schedule of several numbers of drafted tokens, including 0."""
     prompts = [Prompt("questions", (Message("user", text),)) for text in ("List five colours.", "Who was Newton?")]
     swept = sweep_prompts(embedded_pair, prompts, (1, 4, 8), max_new_tokens=16)
-    known = metadata(pair=embedded_pair.id, vocab_size=embedded_pair.vocab_size, candidates=[1, 4, 8])
-    write_rows(tmp_path / "rows" / "part-0.parquet", swept.rows, known)
+    sweep_metadata = metadata(pair=embedded_pair.id, vocab_size=embedded_pair.vocab_size, candidates=[1, 4, 8])
+    write_rows(tmp_path / "rows" / "part-0.parquet", swept.rows, sweep_metadata)
     (tmp_path / PRICE_FILE).write_text(price(pair=embedded_pair.id, rows=8, token_s=0.1).to_json())
     file = run_export(ExportConfig(sweep=str(tmp_path), output=tmp_path)).file
     assert len(json.loads(file.read_text())["num_speculative_tokens_per_batch_size"]) > 1

@@ -108,8 +108,8 @@ MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
 
 
 def model_of(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    build, of_family = MODELS[name]
-    return build(seed, **SHAPE | of_family | changes).eval().requires_grad_(False)
+    build, family_config = MODELS[name]
+    return build(seed, **SHAPE | family_config | changes).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -56,8 +56,8 @@ def test_nothing_waits_for_the_choice_of_experts(copied: bool, monkeypatch: pyte
             block.gate(x)[2].unique()
     assert mixture.most_captured == MOST_TOKENS
     monkeypatch.setattr(experts, "MOST_COPIED", 2**17)
-    of_expert = 3 * 32 * 64 * 4
-    expected = 2**17 // (2 * of_expert) if copied else MOST_TOKENS
+    expert_bytes = 3 * 32 * 64 * 4
+    expected = 2**17 // (2 * expert_bytes) if copied else MOST_TOKENS
     assert Mixture(block_of(tiny_mixture)).most_captured == expected
 
 

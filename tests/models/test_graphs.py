@@ -114,14 +114,14 @@ def test_padding_chooses_no_other_experts(monkeypatch: pytest.MonkeyPatch) -> No
     for sizes in ([8, 8, 8, 8], [1, 5, 2, 3]):
         packing = Packing(sizes, [9, 1, 30, 4], CPU)
         tokens = torch.randint(260, (sum(sizes),), generator=torch.Generator().manual_seed(0))
-        of_caches = []
+        chosen_experts = []
         for cache in caches:
             chosen.clear()
             view = cache.view(packing.rows, packing.columns, slice(0, 4), packing.length)
             target.score(tokens, view, packing, features=False)
-            of_caches.append(list(chosen))
-        assert of_caches[0] == of_caches[1]
-        assert len(of_caches[0]) == 5  # the first layer is dense
+            chosen_experts.append(list(chosen))
+        assert chosen_experts[0] == chosen_experts[1]
+        assert len(chosen_experts[0]) == 5  # the first layer is dense
 
 
 @pytest.mark.usefixtures("in_c")
@@ -136,9 +136,9 @@ def test_draft_in_a_box(slots: Sequence[int], sliding: bool) -> None:
     draft = CachedDFlash(DraftModel(config).eval())
     plain = filled(draft.new_cache(SLOTS, COLUMNS))
     caches = plain, boxed(plain)
-    places, columns = torch.tensor([0, 0, 1, 4, 4]), torch.tensor([3, 4, 9, 0, 1])
+    context_slots, columns = torch.tensor([0, 0, 1, 4, 4]), torch.tensor([3, 4, 9, 0, 1])
     features = torch.randn(5, draft.draft.fc.in_features, generator=torch.Generator().manual_seed(5))
-    expected, extended = (draft.extend(features, places, columns, cache) for cache in caches)
+    expected, extended = (draft.extend(features, context_slots, columns, cache) for cache in caches)
     assert_same(extended, expected)
     packing = Packing([4, 2, 3][: len(slots)], [20, 7, 1][: len(slots)], CPU)
     embedded = torch.randn(packing.num_tokens, 48, generator=torch.Generator().manual_seed(6))

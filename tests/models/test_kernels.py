@@ -22,16 +22,16 @@ def test_layers_are_prepared_once_and_weights_held_once(in_c: bool) -> None:
     model, x = layers((False, False)), torch.randn(3, 32)
     product = prepared(model, "a", "b")
     parameters = list(model.parameters())
-    again = prepared(model, "a", "b")
-    assert torch.equal(product(x), again(x))
+    second_product = prepared(model, "a", "b")
+    assert torch.equal(product(x), second_product(x))
     torch.testing.assert_close(product(x), torch.cat([layer(x) for layer in copy.deepcopy(model).values()], dim=-1))
-    assert (product is again) == in_c
+    assert (product is second_product) == in_c
     if in_c:
         assert not parameters
         return
     storage = product._weight.untyped_storage().data_ptr()
-    assert {weight.untyped_storage().data_ptr() for weight in (*parameters, again._weight)} == {storage}
-    assert torch.equal(again._weight, product._weight)
+    assert {weight.untyped_storage().data_ptr() for weight in (*parameters, second_product._weight)} == {storage}
+    assert torch.equal(second_product._weight, product._weight)
     assert not torch.equal(prepared(model, "b", "a")._weight, product._weight)
 
 

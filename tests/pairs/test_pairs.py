@@ -136,7 +136,7 @@ def test_a_family_that_people_ask_for_is_refused_with_the_reason(family: str, tm
 def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, text_model: Any
 ) -> None:
-    """Its logits are those of the whole model for a text; the log says what is left out."""
+    """Logits equal those of the whole model for a text; the log names the parts that are left out."""
     text, parts = text_model().config.to_dict(), dict[str, Any]()
     vision = {"hidden_size": 16, "intermediate_size": 16}
     if family == "gemma4":
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_also_reads_images_loads_its_language_model(
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **parts)).eval()
     whole.save_pretrained(tmp_path)
-    if family == "gemma4":  # sizes of heads as they are published
+    if family == "gemma4":  # head sizes in the published form
         stored = json.loads((tmp_path / "config.json").read_text())
         assert set(stored["text_config"].pop("per_layer_config")) == {"1", "3"}
         stored["text_config"] |= {"global_head_dim": 24, "num_global_key_value_heads": 1}
@@ -175,7 +175,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_of_four_bits_are_their_numbers(tmp_path: Path, dtype: str) -> None:
-    """The published gpt-oss: 32 numbers of 4 bits, the even ones in the low half of a byte, share a power of two."""
+    """MXFP4 of the published gpt-oss: 32 numbers of 4 bits, even ones in a byte's low half, share a power of two."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
     model, numbers = tiny_gpt_oss(**sizes).eval(), torch.tensor([*FP4, *(-number for number in FP4)])
     tensors = dict[str, Tensor]()
@@ -203,7 +203,7 @@ def test_experts_of_four_bits_are_their_numbers(tmp_path: Path, dtype: str) -> N
 
 
 def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
-    """Transformers would make random ones."""
+    """Missing weights are an error; transformers would initialize them randomly."""
     shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"], tensors["model.norm.weight"]
@@ -308,7 +308,7 @@ def test_revisions_are_known_without_a_download(
     assert known_revision("target", EMBEDDED_TARGET) == WHEELS[EMBEDDED_TARGET].sha256[:16]
     assert known_revision("target", "some/target") is None
     assert known_revision("draft", "some/draft@v2") == "v2"
-    assert split_revision("/models/a@b") == ("/models/a@b", None)  # paths have none
+    assert split_revision("/models/a@b") == ("/models/a@b", None)  # a path has no revision
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model@2").mkdir()
     assert split_revision("model@2") == ("model@2", None)
@@ -322,7 +322,7 @@ def test_slugs_are_the_lower_case_last_part_of_a_name() -> None:
 
 
 def test_names_of_other_alphabets_have_different_slugs() -> None:
-    """Names of registered models and of deployments: distinct, and the same in every spelling of Unicode."""
+    """Slugs, which name registered models and deployments, are distinct and the same in NFC and NFD."""
     names = ["模型/千问", "模型/文心", "别的/千问", "千问-7B", "文心-7B", "Größe 7B", "Модель", "/models/モデル"]
     names += [".", "x/...", "x/_"]
     slugs = [target_slug(name) for name in names]

@@ -1,4 +1,4 @@
-"""The named pairs in the form in which they are published: config.json of transformers 4, shards, tokenizer files."""
+"""Named pairs in their published form: config.json of transformers 4, shards, tokenizer files."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ FAMILIES = ["qwen3-8b", "llama31-8b", "qwen3-coder-30b-a3b"]
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Target and draft of every pair."""
+    """Directories of target and draft, by name of the pair."""
     root = tmp_path_factory.mktemp("published")
     return {
         name: (small_target(name, root / name / "target"), small_draft(name, root / name / "draft"))
@@ -38,7 +38,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 
 def changed(directory: Path, copy: Path, **changes: Any) -> Path:
-    """A copy of a checkpoint with other values in its config.json; those that are ... are left out of it."""
+    """Copy of a checkpoint with `changes` in its config.json; a value of `...` removes the field."""
     shutil.copytree(directory, copy)
     config = json.loads((copy / "config.json").read_text()) | changes
     kept = {name: value for name, value in config.items() if value is not ...}
@@ -69,7 +69,7 @@ def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
-    """Rows of the embedding that the tokenizer has no token for are drawn at a high temperature."""
+    """Ids beyond the tokenizer's tokens, which are sampled at a high temperature, add no text."""
     target, draft = directories[name]
     pair = load_pair(target=target, draft=draft, dtype="float32")
     requests = [
@@ -84,7 +84,7 @@ def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Pa
     assert all("".join(part for step in steps for part in step.texts) == text for steps in rows)
 
 
-# --- other forms of the same ---
+# --- other published forms ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Examples on disk: what the rows say, in an order that does not depend on theirs, read from where it lies."""
+"""Examples on disk: the values of the rows, in an order that does not depend on theirs; selections share data."""
 
 import dataclasses
 import random
@@ -68,7 +68,7 @@ def steps_of(folder: Path, rows: Sequence[SweepRow], part_size: int = 5) -> Prop
 
 
 def check(examples: Examples, rows: Sequence[SweepRow], candidates: Sequence[int] = CANDIDATES) -> None:
-    """Every value as the rows have it; float32 on disk is exact for all that was float32."""
+    """Check all values against the rows: exactly those that are float32 there, tau to float32 precision."""
     assert len(examples) == len(rows)
     features, taus = examples.features, examples.taus
     starts = features.offsets.tolist()
@@ -86,7 +86,7 @@ def ordered(rows: Sequence[SweepRow]) -> list[SweepRow]:
 
 @pytest.mark.parametrize("candidates", [(2, 4, 6, 8), (4, 8), (1, 2, 4, 6, 8), (1, 6)])
 def test_examples_say_what_the_rows_say(rows: list[SweepRow], candidates: tuple[int, ...], tmp_path: Path) -> None:
-    """In any order of rows and parts. Plain decoding is a candidate in any sweep: it emits one token a step."""
+    """Equal examples for any order of rows and parts. Plain decoding is always a candidate: its tau is 1."""
     examples = written(tmp_path, rows, candidates)
     check(examples, ordered(rows), candidates)
     if candidates[0] == 1:
@@ -110,7 +110,7 @@ def test_the_index_names_every_row(rows: list[SweepRow], tmp_path: Path) -> None
     assert (index.kind, index.num_examples, index.width) == ("step", 11 * NUM_PLACES + 3, DEPTH)
     with pytest.raises(ValueError, match="of kind 'step', not 'prompt'"):
         open_examples(tmp_path)
-    index = write_examples(tmp_path, parts, CANDIDATES)  # writes anew
+    index = write_examples(tmp_path, parts, CANDIDATES)  # overwrites
     assert (index.kind, index.num_examples, index.width) == ("prompt", 12, 4)
     assert len(open_examples(tmp_path)) == 12
     with pytest.raises(ValueError, match="of kind 'prompt', not 'step'"):
@@ -150,7 +150,7 @@ def test_support_is_the_token_ids_with_the_most_mass(rows: list[SweepRow], tmp_p
 
 
 def check_steps(steps: Proposed, rows: Sequence[SweepRow]) -> None:
-    """What the draft proposed at every recorded place of these rows, in order."""
+    """Check the draft's proposals at all recorded positions of these rows, in order."""
     assert steps.drawn.tolist() == [row.temperature > 0 for row in rows for _ in row.step_places]
     for name, values, kind in (
         ("step_ranks", steps.ranks, np.int8),
@@ -173,7 +173,7 @@ def test_steps_say_what_the_draft_proposed(rows: list[SweepRow], part_size: int,
 
 
 def test_rows_without_steps_are_skipped(rows: list[SweepRow], tmp_path: Path) -> None:
-    """An answer may be too short for a recorded step; its row is known all the same."""
+    """Rows whose answer is too short for a recorded step are in the index but have no steps."""
     with_short = [dataclasses.replace(row, **NO_STEPS) if i in (0, 5, 11) else row for i, row in enumerate(rows)]  # type: ignore[arg-type]
     check_steps(steps_of(tmp_path, with_short), ordered([row for row in with_short if row.step_places]))
     assert len(read_index(tmp_path).prompt_ids) == 12
@@ -185,7 +185,7 @@ def test_rows_without_steps_are_skipped(rows: list[SweepRow], tmp_path: Path) ->
 def test_choices_must_be_recorded(rows: list[SweepRow], tmp_path: Path) -> None:
     plain = [dataclasses.replace(row, accepted=[], **NO_STEPS) for row in rows]  # type: ignore[arg-type]
     complaint = "none of 12 rows has recorded choices of a draft: sweep with --method dense, or train --kind prompt"
-    for without in (plain, synthetic_rows(12, 0)):  # nothing is recorded, or contexts alone
+    for without in (plain, synthetic_rows(12, 0)):  # no recorded steps, or only their contexts
         with pytest.raises(ValueError, match=complaint):
             steps_of(tmp_path, without)
     check(written(tmp_path, plain), ordered(plain))
@@ -213,7 +213,7 @@ def test_an_interrupted_write_is_not_opened(rows: list[SweepRow], tmp_path: Path
 
 
 def test_a_prompt_is_on_one_side_with_all_its_examples(rows: list[SweepRow], tmp_path: Path) -> None:
-    """Twelve rows of four prompts, as of several seeds or temperatures; both kinds hold the same ones out."""
+    """Twelve rows of four prompts, as with several seeds or temperatures; both kinds hold out the same prompts."""
     same = [dataclasses.replace(row, prompt=f"p{i % 4}") for i, row in enumerate(rows)]
     examples = written(tmp_path, same)
     train, validation = split_examples(tmp_path, 0.25, 0)
@@ -252,6 +252,6 @@ def test_another_seed_holds_out_others() -> None:
     first, second = (held_out_prompts(prompts, 0.2, seed) for seed in (0, 1))
     assert len(first) == len(second) == 20
     assert 0 < len(first & second) < 15  # 4 are expected of independent draws
-    assert held_out_prompts([*prompts, "new"], 0.2, 0) - {"new"} <= first  # the more prompts, the same order
+    assert held_out_prompts([*prompts, "new"], 0.2, 0) - {"new"} <= first  # one more prompt, the same order
     with pytest.raises(ValueError, match="1 different prompts: at least 2"):
         held_out_prompts(["p", "p"], 0.5, 0)

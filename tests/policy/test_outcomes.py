@@ -14,7 +14,7 @@ from blockpilot.types import Candidates
 
 K = 4
 MISCALIBRATED = np.array([-0.3, 0.2, 0.1, -0.1, 0.3, 0.4, -0.5, -0.2, -0.7, -0.9, -0.3])
-"""Weights of the truth in most tests."""
+"""True weights in most tests."""
 
 
 def test_outcomes_are_of_slots_that_were_reached() -> None:
@@ -42,14 +42,14 @@ def test_rows_without_recorded_choices_have_no_outcomes() -> None:
 
 
 class Simulated(NamedTuple):
-    """Outcomes, and the true chance of every choice [S, K]."""
+    """Outcomes, and the true acceptance probability of every choice [S, K]."""
 
     outcomes: Outcomes
     chances: Array
 
 
 def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
-    """The features written down choice by choice: own logits [S, K], and inputs [S, K, NUM_WEIGHTS]."""
+    """Features computed choice by choice: the draft's logits [S, K], and inputs [S, K, NUM_WEIGHTS]."""
     candidates, own_logits, inputs = outcomes.candidates, [], []
     scores, log_probs = candidates.scores.double().numpy(), candidates.log_probs.double().numpy()
     for s, (depth, passed) in enumerate(zip(outcomes.depths.tolist(), outcomes.num_passed.tolist(), strict=True)):
@@ -65,7 +65,7 @@ def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
 
 
 def slow_chances(outcomes: Outcomes, weights: Array) -> Array:
-    """[S, K] of weights [2, NUM_WEIGHTS]."""
+    """Acceptance probabilities [S, K] for weights [2, NUM_WEIGHTS]."""
     logits, inputs = slow_inputs(outcomes)
     of_slots = weights[outcomes.candidates.drawn.long().numpy()]
     chances: Array = 1 / (1 + np.exp(-logits - (inputs * of_slots[:, None]).sum(axis=-1)))
@@ -73,8 +73,8 @@ def slow_chances(outcomes: Outcomes, weights: Array) -> Array:
 
 
 def simulated(num: int, truth: Array, seed: int, *, drawn: bool | None = None) -> Simulated:
-    """Slots whose choices are right as often as a prior with these weights [NUM_WEIGHTS] says; `drawn` None: every
-    other slot is.
+    """Slots whose choices are right with the probabilities of a prior with weights `truth` [NUM_WEIGHTS].
+    `drawn` None: every other slot is sampled.
     """
     draws = torch.Generator().manual_seed(seed)
     log_probs = ((torch.randn(num, K + 3, generator=draws) * 1.5).log_softmax(dim=1) - 0.3).sort(descending=True)[0]
@@ -99,7 +99,7 @@ def with_ranks(outcomes: Outcomes, ranks: torch.Tensor) -> Outcomes:
 
 @pytest.mark.parametrize("drawn", [None, False])
 def test_the_fit_is_the_minimum_that_a_slow_search_finds(drawn: bool | None) -> None:
-    """Slots that are drawn have weights of their own, which stay zero if there are none."""
+    """Sampled slots have separate weights, which stay 0 if no slot is sampled."""
     outcomes, _ = simulated(300, MISCALIBRATED, 2, drawn=drawn)
     right, kinds = outcomes.ranks.numpy()[:, None] == np.arange(K), outcomes.candidates.drawn.long().numpy()
     own_logits, inputs = slow_inputs(outcomes)
@@ -123,7 +123,7 @@ def test_the_fit_is_the_minimum_that_a_slow_search_finds(drawn: bool | None) -> 
 
 @pytest.mark.parametrize("truth", [MISCALIBRATED, np.zeros(NUM_WEIGHTS)], ids=["miscalibrated", "calibrated"])
 def test_a_fitted_prior_is_near_the_truth_on_new_outcomes(truth: Array) -> None:
-    """And so better than a draft that errs; one that does not err loses no more than the noise of 22 weights."""
+    """Better than a miscalibrated draft; worse than a calibrated one by no more than the noise of 22 weights."""
     prior = fit_prior(simulated(8000, truth, 0).outcomes)
     test, chances = simulated(4000, truth, 1)
     trained, untrained = losses(prior, test)
@@ -161,7 +161,7 @@ def test_choices_that_cannot_be_drawn_do_no_harm() -> None:
 
 
 def test_decoding_begins_with_the_chances_that_were_fitted() -> None:
-    """As far as they add up to no more than 1 and fall along a slot, which the fit does not ask for."""
+    """Fitted probabilities, made to sum to at most 1 and to fall along a slot, which the fit does not ensure."""
     prior = fit_prior(simulated(2000, MISCALIBRATED, 0).outcomes)
     test, _ = simulated(300, MISCALIBRATED, 1)
     model = AcceptanceModel(7, prior)

@@ -1,4 +1,4 @@
-"""Policies: the sparse network is the dense one, and a directory is loaded as saved or refused by name."""
+"""Policies: the sparse network equals the dense one; a directory loads as saved, or an error names the damage."""
 
 import json
 import math
@@ -47,7 +47,7 @@ SHAPE = NetworkShape(VOCAB_SIZE, len(CANDIDATES), HIDDEN)
 
 
 def random_network(support: list[int] | None = None, seed: int = 0) -> PolicyNetwork:
-    """With random parameters; it knows every other token id unless told."""
+    """Network with random parameters; `support` None: every other token id."""
     torch.manual_seed(seed)
     ids = list(range(0, VOCAB_SIZE, 2)) if support is None else support
     network = PolicyNetwork(SHAPE, torch.tensor(ids, dtype=torch.int64))
@@ -79,7 +79,7 @@ def random_prefill(seed: int) -> Prefill:
 
 
 def features_of(prefill: Prefill) -> SparseProbs:
-    """A batch of one, as a policy makes it."""
+    """A batch of one request, as a policy makes it."""
     return sparse_probs(prefill.probs, THRESHOLD)
 
 
@@ -90,7 +90,7 @@ def batch_of(parts: list[SparseProbs]) -> SparseProbs:
 
 
 def dense_oracle(network: PolicyNetwork, prefill: Prefill) -> Tensor:
-    """The network written down with dense layers and one request: outputs [K]."""
+    """Outputs [K] of the network for one request, computed with dense layers."""
     probs = torch.softmax(prefill.logits, dim=0)
     with torch.no_grad():
         first = torch.zeros(HIDDEN, VOCAB_SIZE)
@@ -115,7 +115,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
     sharpness=st.floats(0.1, 20),
 )
 def test_sparse_network_is_the_dense_one(support: list[int], seed: int, sharpness: float) -> None:
-    """For every request of a batch, one of them without a probability above the threshold."""
+    """Equal outputs for every request of a batch, one of them without a probability above the threshold."""
     network = random_network(support, seed)
     prefills = [random_prefill(seed), random_prefill(seed + 1)]
     prefills = [prefill._replace(logits=prefill.logits * sharpness / 3) for prefill in prefills]
@@ -140,18 +140,18 @@ def test_kind_prompt_chooses_the_largest_logit_and_the_smallest_of_equals() -> N
 
 
 def test_a_step_policy_is_the_prior_of_the_engines_choice(tiny_pair: Pair) -> None:
-    """An engine begins with its weights, which decide how much is drafted and change no text."""
+    """The engine starts with the policy's weights, which change how much is verified and no text."""
     texts, num_verified = set[tuple[int, ...]](), []
     for bias in (-8.0, 8.0):  # nothing, or everything, is expected to be accepted
         policy = tiny_step_policy(tiny_pair.id, tiny_pair.vocab_size, scale=0.0, bias=bias)
         engine, trained = Engine(tiny_pair, policy=policy), policy.weights.copy()
-        assert engine.policy is None  # it fixes nothing: rows adapt
+        assert engine.policy is None  # no fixed block size: rows adapt
         assert np.array_equal(engine.controller.model.weights, trained)
         assert engine.controller.model.deepest == tiny_pair.block_size - 1 < MAX_DEPTH
         [steps] = run(engine, [Request((1, 2, 3), 12, stop_token_ids=NEVER)])
         texts.add(text_of(steps))
         num_verified.append(sum(len(step.tree.tokens) for step in steps))
-        assert np.array_equal(policy.weights, trained)  # learning leaves the policy's own
+        assert np.array_equal(policy.weights, trained)  # learning changes a copy
     assert np.array_equal(Engine(tiny_pair).controller.model.weights, UNTRAINED.weights)
     assert len(texts) == 1
     assert num_verified[0] < num_verified[1]
@@ -247,7 +247,7 @@ def test_round_trips(priced: bool, tmp_path: Path) -> None:
 
 
 def test_weights_are_stored_by_name(tmp_path: Path) -> None:
-    """In the order of what they multiply: see `AcceptanceModel`. Whole numbers are weights, too."""
+    """Names in the order of the inputs (see `AcceptanceModel`); integers are valid weights."""
     policy = step_policy()
     save_policy(policy, tmp_path)
     stored = json.loads((tmp_path / "policy.json").read_text())["weights"]
@@ -267,7 +267,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
     loaded = load_policy(tmp_path)
     assert isinstance(loaded, PromptPolicy)
     assert torch.equal(loaded.network.rows, random_policy(seed=2).network.rows)
-    assert not (tmp_path / "price.json").exists()  # of the one before
+    assert not (tmp_path / "price.json").exists()  # of the first policy
     save_policy(step_policy(), tmp_path)
     assert files_of(tmp_path) == ["policy.json"]
     assert isinstance(load_policy(tmp_path), StepPolicy)
@@ -293,7 +293,7 @@ def edit(part: str = "", **changes: Any) -> Damage:
 
 
 def edit_tensor(name: str, change: Callable[[Tensor], Tensor | None]) -> Damage:
-    """A tensor changed, or removed where `change` gives None."""
+    """A tensor changed by `change`, or removed if it returns None."""
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / "policy.safetensors")
@@ -317,13 +317,13 @@ def with_two_outputs(folder: Path) -> None:
 
 
 Faults = dict[str, tuple[Damage, str]]
-"""By what is wrong: the damage, and a pattern of the message."""
+"""Name of the fault -> the damage, and a pattern of the error message."""
 OF_BOTH_KINDS: Faults = {
     "no json": (remove("policy.json"), "policy.json: no such file"),
     "half json": (truncate("policy.json"), "policy.json: not readable as JSON"),
     "json list": (lambda folder: (folder / "policy.json").write_text("[]"), "policy.json: .*list"),
     "half a price": (truncate("price.json"), "price.json.*not the step price"),
-    "old format": (edit(format=4), "policy.json: format 4.*reads 5: train anew with jobs/train.py"),
+    "old format": (edit(format=4), "policy.json: format 4.*reads 5: retrain with jobs/train.py"),
     "other kind": (edit(kind="class"), "policy.json: field 'kind'.*prompt, step.*'class'"),
     "unknown field": (edit(colour="red"), "policy.json: unknown field 'colour'"),
     "missing field": (edit(training=None), "policy.json: missing field 'training'"),

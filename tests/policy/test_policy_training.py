@@ -52,7 +52,7 @@ def dense(row: SweepRow) -> Tensor:
 SMALL = FitSettings("prompt", hidden=64, epochs=12, batch_size=64, lr=3e-3, dropout=0.1)
 SECONDS = torch.tensor([1 + 0.1 * size for size in CANDIDATES])  # of a step
 DEEPEST = torch.tensor([[min(depth, size) - 1.0 for size in CANDIDATES] for depth in CANDIDATES])
-"""[depth, candidate]: drafts that are right if any are."""
+"""[depth, candidate]: accepted tokens if any are accepted."""
 Make = Callable[..., Examples]
 
 
@@ -63,7 +63,7 @@ TASKS = pytest.mark.parametrize("task", [TAU, THROUGHPUT], ids=["tau", "throughp
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Examples of rows, in a folder of their own."""
+    """Function that writes the examples of rows to a new folder and opens them."""
 
     def made(rows: Sequence[SweepRow], candidates: Sequence[int] = CANDIDATES) -> Examples:
         folder = tmp_path_factory.mktemp("examples")
@@ -91,7 +91,7 @@ def trained(train: Examples, validation: Examples, settings: FitSettings, task: 
 
 
 def true_taus(rows: Sequence[SweepRow]) -> Tensor:
-    """What each example's candidates give on average, noise left out: [E, K]."""
+    """Expected tau [E, K] of every candidate for each example, without noise."""
     best = [heaviest(row.probs_ids, row.probs)[0] for row in sorted(rows, key=lambda row: row.prompt_id)]
     chances = torch.full((len(rows), 4), TRAILS)
     chances[torch.arange(len(rows)), best] = LEADS
@@ -99,7 +99,7 @@ def true_taus(rows: Sequence[SweepRow]) -> Tensor:
 
 
 def decided(task: FitTask, network: PolicyNetwork, rows: Sequence[SweepRow]) -> list[int]:
-    """The block sizes that the policy selects in use, one request after the other."""
+    """Block sizes that the policy selects for one request at a time."""
     step_price = price(pair=PAIR, base_s=1.1, slot_s=0.1) if task.objective == "throughput" else None
     info = PromptInfo(PAIR, CandidateSet(task.candidates), task.objective, network.shape, 1e-5)
     policy = PromptPolicy(info, network, step_price)
@@ -109,7 +109,7 @@ def decided(task: FitTask, network: PolicyNetwork, rows: Sequence[SweepRow]) -> 
 
 @TASKS
 def test_learns_a_known_function(task: FitTask, make: Make) -> None:
-    """On new rows, by their true means: 95% of the oracle's rate, and 85% of its gain over the best fixed size.
+    """At least 95% of the oracle's rate and 85% of its gain over the best fixed size, on new rows by their true tau.
 
     Over seeds it is 97% to 100% and 90% to 100%.
     """
@@ -132,7 +132,7 @@ def test_learns_a_known_function(task: FitTask, make: Make) -> None:
 
 @TASKS
 def test_claims_no_gain_without_one(task: FitTask, make: Make) -> None:
-    """Once with costs at which every size has the same rate, so that only luck tells them apart."""
+    """Also with step costs for which every size has the same rate, so that sizes differ by noise only."""
     gains, settings = [], dataclasses.replace(SMALL, epochs=10)
     taus = make(synthetic_rows(1000, 7, signal=False)).taus
     even = taus.mean(dim=0) if task is TAU else 1 / (1 / taus).mean(dim=0)
@@ -152,7 +152,7 @@ def test_labels_losses_and_tables_by_hand() -> None:
     assert TAU.labels(taus).tolist() == [1, 0, 3]  # the smallest of equals
     assert THROUGHPUT.labels(taus).tolist() == [1, 0, 0]
     by_cost = FitTask("throughput", (2, 8), torch.tensor([1.0, 3.0]))
-    taus = torch.tensor([[1.0, 2.9], [1.0, 3.1]])  # over the costs, 2 is the best and then 8
+    taus = torch.tensor([[1.0, 2.9], [1.0, 3.1]])  # per cost, the best sizes are 2 and then 8
     expected = math.log(1 + math.e) + math.log(1 + 1 / math.e)
     assert float(by_cost.loss(torch.tensor([[0.0, 1.0], [0.0, 1.0]]), taus)) == pytest.approx(expected)
     taus, costs = torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([1.0, 4.0])
@@ -190,7 +190,7 @@ def test_seed_decides_everything_and_the_global_generator_nothing(data: Data) ->
 
 @pytest.mark.parametrize(("stop_after", "anneal"), [(1, True), (5, True), (2, False)])
 def test_resuming_changes_nothing(data: Data, stop_after: int, anneal: bool) -> None:
-    """Nor does it change the learning rate, which falls linearly to zero: the last epoch has an eighth of it."""
+    """Equal weights, history and learning rates; the rate anneals linearly to zero: an eighth in the last epoch."""
     settings = dataclasses.replace(SMALL, epochs=8, patience=5, anneal=anneal)
     straight, rates, state = new_fit(*data, settings), [], io.BytesIO()
     while not straight.done:
@@ -223,7 +223,7 @@ def test_patience_stops_early_and_keeps_the_best_epoch(make: Make, data: Data) -
     network.load_state_dict(fit.best_weights())
     assert EpochSums(*evaluate(network, validation, TAU).tolist()).mean_loss == pytest.approx(min(losses), rel=1e-6)
     fit = run_fit(*data, dataclasses.replace(SMALL, epochs=5, patience=None))
-    assert fit.epoch == fit.best_epoch == 5  # without patience the last one counts
+    assert fit.epoch == fit.best_epoch == 5  # without patience the last epoch counts
     assert weights_equal(fit.best_weights(), fit.state_dict()["network"])
 
 
@@ -231,7 +231,7 @@ def test_patience_stops_early_and_keeps_the_best_epoch(make: Make, data: Data) -
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_batches_cover_every_row_once_over_the_ranks(num_rows: int, world_size: int) -> None:
     ranks = [list(batches(num_rows, 8, 0, 1, rank, world_size)) for rank in range(world_size)]
-    assert len({len(rank) for rank in ranks}) == 1  # as many optimizer steps on each
+    assert len({len(rank) for rank in ranks}) == 1  # the same number of optimizer steps on each
     seen = sorted(i for rank in ranks for batch in rank for i in batch.rows.tolist())
     assert seen == list(range(num_rows))
     for parts in zip(*ranks, strict=True):
@@ -276,7 +276,7 @@ def test_ranks_validate_every_example_once(data: Data) -> None:
 
 
 def test_training_equals_that_of_a_dense_first_layer(make: Make) -> None:
-    """Which begins at zero; columns of unseen ids stay exactly zero."""
+    """The dense layer starts at zero, and its columns of unseen ids stay exactly zero."""
     rows = [row for row in synthetic_rows(60, 0) if max(row.probs_ids) < VOCAB_SIZE - 4]
     rows.sort(key=lambda row: row.prompt_id)  # as examples are
     train, settings = make(rows), dataclasses.replace(SMALL, dropout=0.0)
@@ -338,7 +338,7 @@ def test_lookup_report_of_decisions_one_by_one(task: FitTask, data: Data) -> Non
     assert (report.policy, report.best_fixed) == (table.rate(chosen), table.rate(fixed))
     assert (report.gain, report.gain_low, report.gain_high) == gain(table, chosen, fixed)
     assert report.oracle == table.rate(oracle(table)) >= max(report.policy, report.best_fixed)
-    if task is THROUGHPUT:  # of tokens that count alike, each request's best is the best of all
+    if task is THROUGHPUT:  # all token counts are equal, so each request's best is the best overall
         assert report.oracle == pytest.approx(table.rate(best))
     assert min(rates.values()) * 0.5 < report.random < report.oracle
     headroom = report.oracle - report.best_fixed
@@ -346,7 +346,7 @@ def test_lookup_report_of_decisions_one_by_one(task: FitTask, data: Data) -> Non
 
 
 def test_without_headroom_no_share_is_captured(data: Data) -> None:
-    """One candidate that is always the best: the oracle can do no more."""
+    """With one candidate that is always the best, the oracle gains nothing and the share is NaN."""
     train, validation = data
     task = FitTask("throughput", tuple(CANDIDATES), torch.tensor([1e-6, 1.0, 1.0, 1.0]))
     report = lookup_report(new_network(train, VOCAB_SIZE, SMALL), task, train, validation)

@@ -1,4 +1,4 @@
-"""Reliability of chances: counts of nodes, worked by hand and simulated."""
+"""Reliability of acceptance probabilities: counts of nodes, worked by hand and simulated."""
 
 import numpy as np
 import pytest
@@ -10,33 +10,33 @@ from blockpilot.policy.reliability import Bin, mean_error, reliability
 
 
 def worked(*ranks: int) -> Proposed:
-    """One step: chances .6 and .4, below each .9 and .1."""
+    """One step: probabilities .6 and .4, then .9 and .1 below each."""
     log_probs = torch.tensor([[[0.6, 0.4], [0.9, 0.1]]]).log()
     return Proposed(torch.tensor([ranks], dtype=torch.int8), log_probs, log_probs, torch.tensor([False]))
 
 
 def test_nodes_of_worked_steps() -> None:
-    """Right is the second choice, then its first."""
+    """The second choice is right, then the first choice below it."""
     bins = reliability(None, worked(1, 0))
-    # .6, .6*.9 and .6*.1, which are wrong; .4, .4*.9 and .4*.1, of which the first two are right
+    # wrong: .6, .6*.9, .6*.1 and .4*.1; right: .4 and .4*.9
     assert [of_bin.num_nodes for of_bin in bins] == [2, 1, 1, 1, 1]
     assert [of_bin.expected for of_bin in bins] == pytest.approx([(0.06 + 0.04) / 2, 0.36, 0.4, 0.54, 0.6])
     assert [of_bin.accepted for of_bin in bins] == [0, 1, 1, 0, 0]
     assert mean_error(bins) == pytest.approx((2 * 0.05 + 0.64 + 0.6 + 0.54 + 0.6) / 6)
-    assert sum(of_bin.num_nodes for of_bin in reliability(None, worked(1, -2))) == 2  # an unknown slot has none
+    assert sum(of_bin.num_nodes for of_bin in reliability(None, worked(1, -2))) == 2  # no nodes in an unknown slot
 
 
 def test_chances_after_a_later_choice_are_those_of_its_context() -> None:
-    """This prior says that nothing is right below one."""
+    """Prior by which nothing is right below a later (not first) choice."""
     weights = np.zeros((2, NUM_WEIGHTS))
     weights[:, 7:11] = -30.0
     lowest: Bin = reliability(Prior(weights), worked(1, 0))[0]
-    assert lowest.num_nodes == 3  # .6*.1, and below the second choice both
+    assert lowest.num_nodes == 3  # .6*.1, and both nodes below the second choice
     assert lowest.expected == pytest.approx(0.06 / 3, abs=1e-4)
 
 
 def simulated(num: int, seed: int, sharpness: float) -> Proposed:
-    """A draft whose probabilities are so many times as sharp, in logits, as the truth."""
+    """Steps of a draft whose logits are `sharpness` times the true ones."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num, 2, 4, generator=generator).sort(dim=-1, descending=True).values
     ranks = logits.softmax(dim=-1).flatten(0, 1).multinomial(1, generator=generator).view(num, 2).char()

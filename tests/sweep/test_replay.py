@@ -32,7 +32,7 @@ METHODS: tuple[Method, ...] = ("decode", "replay", "dense")
 
 
 def texts_of(pair: Pair, sampling: Sampling) -> list[Text]:
-    """Texts that the engine gives."""
+    """Texts decoded by the engine."""
     prompts = [Prompt("test", (Message("user", asked),)).encode(pair.tokenizer) for asked in ASKED]
     engine = Engine(pair, num_slots=len(ASKED), max_length=max(map(len, prompts)) + MAX_NEW_TOKENS)
     answers = run(engine, [Request(ids, MAX_NEW_TOKENS, sampling, 1, pair.stop_token_ids) for ids in prompts])
@@ -66,7 +66,7 @@ def test_an_answer_of_one_token_has_no_step(tiny_pair: Pair) -> None:
 
 @pytest.fixture(scope="module")
 def narrow_pair(tiny_pair: Pair) -> Pair:
-    """The tiny pair with a draft that has a vocabulary of its own."""
+    """The tiny pair with a draft that has a smaller vocabulary."""
     draft = tiny_draft(tiny_target()).eval().requires_grad_(False)
     draft.vocabulary = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:150]
     return replace(tiny_pair, draft=draft)
@@ -74,7 +74,7 @@ def narrow_pair(tiny_pair: Pair) -> Pair:
 
 @pytest.fixture(scope="module")
 def dspark_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A DSpark draft, which has an LM head of its own and proposes a token at its anchor."""
+    """DSpark draft, which has a separate LM head and proposes a token at its anchor."""
     root, name = tmp_path_factory.mktemp("dspark"), "qwen3-4b-dspark"
     return load_pair(
         target=small_target(name, root / "target"), draft=small_draft(name, root / "draft"), dtype="float32"
@@ -87,7 +87,7 @@ PAIRS = "tiny_pair", "markov_pair", "gated_pair", "dflash2_pair", "eagle_pair", 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_a_replay_equals_decoding(pair: Pair, temperature: float) -> None:
-    """Texts of several lengths, padded beside each other; with the noise of T = 6 a random draft is often right."""
+    """Texts of several lengths, padded in a batch; with the noise of T = 6 a random draft is often right."""
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "step_samples": 5}
     decoded, *replays = (
         sweep_prompts(pair, load_prompts("demo", 4), [1, 2, 4, 7], method=method, **settings).rows
@@ -128,7 +128,7 @@ def test_the_published_package_drafts_the_same_tokens(embedded_pair: Pair, tmp_p
 
 
 def document_of(pair: Pair, text: Text) -> Document:
-    """The document with features in the target's own precision."""
+    """Document of a text, with features in the target's precision."""
     target, tokens = Target(pair.target, pair.layer_ids), torch.tensor(text.tokens)
     with torch.inference_mode():
         scored = target.score_rows(tokens[None], 0, target.new_cache(1, len(tokens)), torch.tensor([0]))

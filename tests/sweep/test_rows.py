@@ -184,7 +184,7 @@ def test_impossible_rows_are_neither_written_nor_read(tmp_path: Path) -> None:
 
 
 def test_no_flipped_byte_is_read_as_other_values(tmp_path: Path) -> None:
-    """Cut short, or with a flipped bit: every seventh byte of a part file, one at a time."""
+    """Part files cut short are refused; those with a flipped bit (every seventh byte) are refused or read right."""
     path = tmp_path / "part.parquet"
     write_rows(path, [make_row("a", **STEPS, **OFFERS), make_row("b")], METADATA)
     content, sweep, num_refused = path.read_bytes(), read_sweep(path), 0
@@ -204,7 +204,7 @@ def test_no_flipped_byte_is_read_as_other_values(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_checksum_is_read(tmp_path: Path) -> None:
-    """Older sweeps have none."""
+    """Files of older sweeps have no checksum."""
     path = tmp_path / "part.parquet"
     write_rows(path, [make_row()], METADATA)
     table = pq.read_table(path)
@@ -245,7 +245,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_parts_are_read_one_by_one_in_order_of_name(tmp_path: Path) -> None:
-    """A damaged one is an error when its turn comes."""
+    """A damaged part raises an error only when it is reached."""
     for name, ids in [("part-2", "e"), ("part-0", "ab"), ("part-1", "dc")]:
         write_rows(tmp_path / f"{name}.parquet", [make_row(i) for i in ids], METADATA)
     (tmp_path / "config.json").write_text("{}")

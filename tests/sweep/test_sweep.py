@@ -1,4 +1,4 @@
-"""Sweeps in one process: against one-at-a-time decoding, against known answers, and what is rejected."""
+"""Sweeps in one process: against decoding one prompt at a time, against known answers, and rejects."""
 
 import copy
 import dataclasses
@@ -28,9 +28,9 @@ replay, decode = sweep_prompts, partial(sweep_prompts, method="decode")
 
 @pytest.fixture(scope="module")
 def parrot(tiny_pair: Pair) -> Pair:
-    """The target repeats its last token, at T > 0 probably; the draft always proposes the template's last, '>'.
+    """Target that (at T > 0: probably) repeats its last token; draft that always proposes '>', the template's last.
 
-    Layers add nothing, so logits are products of the last token's embedding; the mask's embedding is that of '>'.
+    Layers add nothing, so logits are products with the last token's embedding; the mask's is half that of '>'.
     """
     target = tiny_target().eval().requires_grad_(False)
     draft = tiny_draft(target).eval().requires_grad_(False)
@@ -62,7 +62,7 @@ def stopping_at(pair: Pair, token: int) -> Pair:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: float) -> None:
-    """By the slow oracle, one prompt and block size after the other."""
+    """Rows equal those of the reference `generate`, one prompt and block size at a time."""
     asked, candidates = prompts(4), [1, 2, 4, 7]
     settings = {"max_new_tokens": 30, "temperature": temperature}
     decoded = decode(parrot, asked, candidates, num_slots=3, **settings)
@@ -90,7 +90,7 @@ def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: flo
 
 
 def known_before(pair: Pair, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the stock model on the text up to the anchor: the context vector before it, and its embedding."""
+    """Context vector before the anchor (the last token) and the anchor's embedding, by the stock model."""
     states = pair.target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     layers = pair.draft.options.target_layer_ids
     context = pair.draft.fuse(torch.cat([states[i + 1][0, -2] for i in layers]))
@@ -106,7 +106,7 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
     rows = replay(tiny_pair, asked, candidates, method="dense", step_samples=7, **settings).rows
     for row, prompt in zip(rows, asked, strict=True):
         num_anchors = len(row.output_tokens) - 1
-        # At the last five anchors the length of an answer leaves less than a block of 6, unless it stopped by itself.
+        # The last five anchors of an answer that ends by length have less than a block of 6 left.
         last = num_anchors - (6 if row.finish_reason == "length" else 1)
         assert row.step_places == list(range(row.step_places[0], row.step_places[0] + 7))
         assert 0 <= row.step_places[0] < row.step_places[-1] <= last
@@ -114,7 +114,7 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
         for place, vectors_of_step in zip(row.step_places, recorded, strict=True):
             text = (*prompt.encode(tiny_pair.tokenizer), *row.output_tokens[: place + 1])
             for vector, expected in zip(vectors_of_step, known_before(tiny_pair, text), strict=True):
-                as_float32 = torch.from_numpy(vector.astype("f4"))  # out of float16
+                as_float32 = torch.from_numpy(vector.astype("f4"))  # from float16
                 torch.testing.assert_close(as_float32, expected, rtol=1e-3, atol=1e-3)
     assert "length" in {row.finish_reason for row in rows}
     assert len({tuple(row.step_places) for row in rows}) > 1
@@ -123,7 +123,7 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
 
 
 def test_how_many_steps_are_shown(tiny_pair: Pair) -> None:
-    """All whole ones if asked for; the same every time; none if none are, or the sweep is not dense."""
+    """Steps with a whole block: all if asked for, the same for a seed; none if 0 are asked for or not dense."""
     dense = partial(replay, tiny_pair, prompts(2), [2, 6], max_new_tokens=20, method="dense")
     for row in dense(step_samples=1000).rows:
         assert row.step_places == list(range(19 - 6 + 1))
@@ -137,7 +137,7 @@ def test_how_many_steps_are_shown(tiny_pair: Pair) -> None:
 
 
 def test_answers_that_stop_show_their_last_steps_too(tiny_pair: Pair) -> None:
-    """What follows the stop token would have been cut off by it whatever the block size."""
+    """All positions before the stop token have a step: it ends the text with any block size."""
     settings = {"max_new_tokens": 30, "temperature": 0.7, "method": "dense"}
     (row,) = replay(tiny_pair, prompts(1), [2, 6], **settings).rows
     tokens = row.output_tokens
@@ -148,7 +148,7 @@ def test_answers_that_stop_show_their_last_steps_too(tiny_pair: Pair) -> None:
 
 
 def test_fewest_steps_takes_the_best_way() -> None:
-    # The second candidate gets further at the first anchor; the first one lands where it pays.
+    # The second candidate gets further at anchor 0; the first one reaches anchor 1, where it has 3 accepted.
     first, second = [0, 3, 0, 0, 0], [1, 0, 0, 0, 0]
     assert [len(emitted_along(accepted)) for accepted in (first, second)] == [2, 4]
     assert fewest_steps([first, second]) == 2
@@ -171,7 +171,7 @@ def test_the_prefill_is_recorded(tiny_pair: Pair) -> None:
 
 
 def test_rejects_leave_the_other_prompts_alone(parrot: Pair) -> None:
-    """A prompt that is too long, one that the template refuses, and a turn, which rejects the later ones, too."""
+    """A prompt that is too long, one that the template refuses, and a chat turn together with the later ones."""
     tokenizer = copy.deepcopy(parrot.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}"
@@ -214,7 +214,7 @@ def test_follow_ups_are_asked_after_the_targets_answers(parrot: Pair, method: Ca
     asked = conversation
     for turn in range(3):
         expected = method(parrot, [Prompt(asked.set, asked.messages)], [2, 4], **settings).rows[0]
-        if turn == 0:  # later turns have ids, and so seeds, of their own
+        if turn == 0:  # later turns have other ids, and so other seeds
             assert outcome.rows[0].output_tokens == expected.output_tokens
         assert outcome.rows[turn].prompt == asked.text
         assert outcome.rows[turn].num_prompt_tokens == expected.num_prompt_tokens
@@ -241,7 +241,7 @@ def test_without_a_drafting_candidate_there_is_no_context(parrot: Pair) -> None:
 
 def test_texts_that_differ_are_told(parrot: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     class Rounding(Engine):
-        """Block sizes from 3 get other tokens, as they may in bfloat16."""
+        """Engine in which block sizes from 3 get other tokens, as they may in bfloat16."""
 
         def step(self) -> list[Step]:
             steps = super().step()
@@ -275,7 +275,7 @@ def test_candidates_around_the_trained_block_size() -> None:
 
 
 def test_totals_are_divided_once(parrot: Pair) -> None:
-    """Of a draft that is always right: 24 tokens after the prefill's; a last block is as short as what is left."""
+    """With a draft that is always right: 24 tokens after the prefill's; the last block has the remaining 4."""
     (row,) = decode(parrot, prompts(1), [1, 5], max_new_tokens=25).rows
     assert row.output_tokens == [row.output_tokens[0]] * 25
     assert row.emitted_histograms == [[0, 24], [0, 0, 0, 0, 1, 4]]

@@ -1,4 +1,4 @@
-"""The demo from end to end, by the command a user types, on the tiny random pair."""
+"""The demo end to end, by a user's command, on the tiny random pair."""
 
 import re
 from pathlib import Path
@@ -23,15 +23,15 @@ def test_the_demo_learns_serves_and_checks_its_answers(tiny_pair_dirs: tuple[Pat
     stages = re.findall("^--- (.*) ---$", job.log, re.MULTILINE)
     assert stages == ["ray", "sweep", "train", "evaluate", "promote", "serve", "ask", "check"]
     assert re.findall(r"^(\w+): \d+ s$", job.log, re.MULTILINE) == stages
-    # The policy is a version of the target's model in a store of the demo's own.
+    # The policy is a version of the target's registered model, in the demo's own store.
     [version] = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_model_versions("name='blockpilot-target'")
     assert str(version.version) == "1"
     assert "promote: blockpilot-target version 1 is" in job.log
-    # Both answers came over HTTP and equal the target's own.
+    # Both answers came over HTTP and equal the target's.
     assert "(block_size: auto)" in job.log
     assert "(block_size: 4)" in job.log
     assert "Both served answers are bit for bit what the target writes one token at a time" in job.log
-    # Serve's controller ends by killing itself, and that is no error.
+    # Ray Serve's controller ends by killing itself, which is not an error.
     assert "ServeController" not in job.log.split("--- ask ---")[1]
-    for stage in ("sweep", "policy", "evaluate"):  # serve/ only where a champion was earned
+    for stage in ("sweep", "policy", "evaluate"):  # serve/ exists only if a policy became champion
         assert (tmp_path / "demo" / stage).is_dir(), stage

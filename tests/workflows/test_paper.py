@@ -1,4 +1,4 @@
-"""The paper's table on small stand-ins of its four backbones: every method of it decodes, from the names alone."""
+"""The paper's table on small stand-ins for its four backbones: all its methods decode, given only the names."""
 
 import json
 from functools import partial

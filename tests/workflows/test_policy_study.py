@@ -1,4 +1,4 @@
-"""The study of policies: nothing that is measured was trained on, by the draft or by the policy."""
+"""The study of policies: neither the draft nor a policy was trained on measured prompts."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ WHEELS = {"chitchat": "chitchat-dataset", "chatterbot": "chatterbot-corpus"}
 
 @pytest.fixture(autouse=True)
 def sets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading some takes seconds."""
+    """Cache of prompt sets, some of which take seconds to read."""
     monkeypatch.setattr("blockpilot.prompts.files.read_set", turns_of_set)
 
 
@@ -60,7 +60,7 @@ def skip_without(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SEEN_BY_DRAFT, *HELD_OUT_FROM_DRAFT])
 def test_training_prompts_are_new_to_the_draft(name: str) -> None:
-    """The draft saw what jobs/answers.py draws as NAME or NAME:COUNT of the model card, without what is held out."""
+    """The draft's prompts are NAME or NAME:COUNT of the model card (jobs/answers.py), without the held-out ones."""
     seen_as = f"{name}:{SEEN_BY_DRAFT[name]}" if name in SEEN_BY_DRAFT else name
     assert f" {seen_as} " in MODEL_CARD.read_text()
     skip_without(name)
@@ -103,7 +103,7 @@ def test_configurations_fit_together(tmp_path: Path) -> None:
     assert settings == {(t, n) for t in (0, 1) for n in (1, 4, 16)}
     assert len({evaluation.output for evaluation in [*measured, transfer_config(config)]}) == 7
     for evaluation in [*measured, transfer_config(config)]:
-        assert evaluation.sweep == ()  # what the policies keep says which prompts are held out
+        assert evaluation.sweep == ()  # held-out prompts follow from the policies' files
         assert evaluation.seed != sweep_config(config, 0.0).seed
     assert paper.candidates is not None
     assert set(paper.candidates) <= set(sweep_config(config, 0.0).candidates or ())
@@ -125,7 +125,7 @@ def test_evaluations_of_this_machine_go_before_those_of_the_repository(
     assert finished(output) is None
     for folder in (tmp_path / "kept" / output.name, output):
         folder.mkdir(parents=True)
-        assert finished(output) != folder  # begun, not finished
+        assert finished(output) != folder  # started, not finished
         (folder / RESULT_FILE).touch()
         assert finished(output) == folder
 
@@ -144,7 +144,7 @@ def test_kept_evaluations_are_compared_where_none_were_measured(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["step", "class", "no-code"])
 def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name: str) -> None:
-    """Where none were trained, they are measured; none has learned from what it is measured on."""
+    """Policies of the repository, used if none are trained here, did not learn from measured prompts."""
     config = StudyConfig(output=tmp_path)
     folder = Path(config.policy(name))
     assert folder.parent == KEPT
@@ -154,7 +154,7 @@ def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name:
     if isinstance(policy, PromptPolicy):
         assert policy.info.shape.hidden == wanted.fit.hidden
         assert policy.candidates.sizes == wanted.candidates
-    else:  # both kinds of slots have learned something
+    else:  # weights of greedy and of sampled slots are trained
         assert np.abs(policy.weights).max(axis=1).min() > 0.1
     known = LearnedFrom.read(folder).prompts
     assert len(known) > 300

@@ -1,4 +1,4 @@
-"""Workflows build stages that fit together; the demo's own parts do what it prints."""
+"""Workflows: stages that fit together, and parts of the demo."""
 
 import re
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def test_a_registry_out_of_reach_is_known_before_anything_is_measured(
 
 
 def test_stages_fit_together(tmp_path: Path) -> None:
-    """Each reads what the one before it wrote, of one pair; nothing is written elsewhere."""
+    """Each stage reads the output of the one before it, for one pair; all outputs are in one folder."""
     for name, stages in all_pipelines(tmp_path):
         names = [stage.pair.names() for stage in (stages.sweep, stages.evaluate, stages.serve)]
         assert names == [(name, None, None)] * 3
@@ -61,7 +61,7 @@ def test_stages_fit_together(tmp_path: Path) -> None:
         outputs = [stages.sweep.output, stages.train.output, stages.evaluate.output, stages.serve.output]
         assert all(Path(output).is_relative_to(tmp_path) for output in outputs)
         assert len(set(outputs)) == 4
-        # A sweep records what its policy learns from, and the policy is measured beside what it must beat.
+        # A sweep records what its policy learns from; the policy is measured together with the baseline it must beat.
         of_prompts = stages.train.fit.kind == "prompt"
         assert of_prompts or stages.sweep.method == "dense", name
         assert of_prompts or "untrained" in stages.evaluate.baselines, name

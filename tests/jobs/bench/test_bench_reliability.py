@@ -27,8 +27,8 @@ def test_a_token_counts_in_the_decile_of_its_probability_in_its_step() -> None:
     controller.plan(rows, Load(0))
     proposal = controller.propose(np.ones(2, dtype=bool), candidates, np.arange(2))
     first, second = proposal.chances[0, 0]
-    seen = VerifiedNodes(np.array([0, 2, 1]), np.array([0, 0, 0]), np.array([True, False, False]), *NO_PATHS)
-    outcome = StepOutcome(Load(1, 2, 3), verified=lambda: seen)
+    nodes = VerifiedNodes(np.array([0, 2, 1]), np.array([0, 0, 0]), np.array([True, False, False]), *NO_PATHS)
+    outcome = StepOutcome(Load(1, 2, 3), verified=lambda: nodes)
     controller.learn(outcome, 0.1)
     low, high = controller.bins
     assert (low.num_nodes, low.expected, low.accepted) == (1, pytest.approx(second), 0)
@@ -49,9 +49,9 @@ def test_a_row_for_every_temperature(
     bins = run(ReliabilityConfig(pair=pair_config, prompts=(str(prompts),), max_new_tokens=12, rows=2))
     assert list(bins) == ["untrained, T=0", "untrained, T=1"]
     lines = capsys.readouterr().out.splitlines()[-2:]
-    for (name, of_row), line in zip(bins.items(), lines, strict=True):
-        total = sum(b.num_nodes for b in of_row)
+    for (name, deciles), line in zip(bins.items(), lines, strict=True):
+        total = sum(b.num_nodes for b in deciles)
         assert total > 0
-        assert all(0 <= b.accepted <= 1 for b in of_row)
+        assert all(0 <= b.accepted <= 1 for b in deciles)
         assert line.startswith(f"| {name} ")
         assert f"| {total} " in line

@@ -27,7 +27,7 @@ def test_later_turns_count_and_failures_of_any_turn() -> None:
 
 
 def test_a_picture_has_a_panel_for_every_series() -> None:
-    one, two = (over_time({str(i): [(0.0, 1.0), (2.0, 3.0)] for i in range(num)}) for num in (1, 2))
-    assert one.startswith(b"\x89PNG")
-    heights = [int.from_bytes(png[20:24], "big") for png in (one, two)]
+    one_panel, two_panels = (over_time({str(i): [(0.0, 1.0), (2.0, 3.0)] for i in range(num)}) for num in (1, 2))
+    assert one_panel.startswith(b"\x89PNG")
+    heights = [int.from_bytes(png[20:24], "big") for png in (one_panel, two_panels)]
     assert heights[1] == 2 * heights[0]

@@ -58,7 +58,7 @@ def test_modes_are_interleaved_and_their_tokens_are_counted(
 def test_what_clients_receive_is_the_targets_text(tiny_pair: Pair) -> None:
     prompt = load_prompts("demo")[0]
     body = {"model": "target", "max_tokens": 12, "temperature": 0}
-    body["messages"] = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    body["messages"] = [{"role": message.role, "content": message.content} for message in prompt.messages]
     steps = generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), block_size=1, max_new_tokens=12)
     tokens = [token for step in steps for token in step.tokens]
 

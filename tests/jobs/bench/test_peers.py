@@ -56,14 +56,14 @@ def test_all_decode_the_same_answers(
     run(config)
     answers = json.loads((config.output / "answers.json").read_text())
     assert list(answers) == ["1", "3"]
-    for num, of_load in answers.items():
-        *of_engine, of_transformers = of_load
-        assert of_engine == [f"blockpilot, {name}" for name in ("B=3", "choice", "lookup")]
-        assert of_transformers == "transformers, plain"
-        expected = [batch["answers"] for batch in of_load[of_transformers]]
+    for num, batches_by_peer in answers.items():
+        *engine_names, transformers_name = batches_by_peer
+        assert engine_names == [f"blockpilot, {name}" for name in ("B=3", "choice", "lookup")]
+        assert transformers_name == "transformers, plain"
+        expected = [batch["answers"] for batch in batches_by_peer[transformers_name]]
         assert [len(batch) for batch in expected] == [int(num)] * 2
         assert {len(answer) for batch in expected for answer in batch} == {6}
-        for batches in of_load.values():
+        for batches in batches_by_peer.values():
             assert [batch["answers"] for batch in batches] == expected
             assert all(batch["seconds"] > 0 for batch in batches)
     assert (config.output / "table.md").read_text() in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_all_decode_the_same_answers(
 
 def test_ratios_are_of_the_same_batches() -> None:
     def answered(*seconds: float) -> list[DecodedBatch]:
-        return [DecodedBatch(of_batch, [[1] * 10]) for of_batch in seconds]
+        return [DecodedBatch(batch_s, [[1] * 10]) for batch_s in seconds]
 
     batches = {1: {"ours": answered(1, 2, 4), "other": answered(2, 2, 2), "third": answered(1, 1, 1)}}
     batches[4] = {"ours": answered(1, 2, 4), "third": answered(4, 4, 4)}
@@ -133,10 +133,10 @@ def script(folder: Path, lines: str) -> Path:
 @contextmanager
 def starter(folder: Path) -> Iterator[tuple[Path, int]]:
     """A peer that starts a process, as vLLM starts its engine, and a pipe that both hold open for writing."""
-    held = folder / "held"
-    os.mkfifo(held)
-    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-    yield script(folder, f"exec 3> {held}\nsleep 600 &\necho '{{\"ready\": true}}'\ncat > /dev/null\n"), reader
+    pipe = folder / "held"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    yield script(folder, f"exec 3> {pipe}\nsleep 600 &\necho '{{\"ready\": true}}'\ncat > /dev/null\n"), reader
     assert select.select([reader], [], [], patient(10))[0]
     assert os.read(reader, 1) == b""  # no process holds it
     os.close(reader)

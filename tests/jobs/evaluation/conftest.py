@@ -80,8 +80,8 @@ def start(config: EvaluateConfig, questions: list[Prompt]) -> Start:
         price: StepPrice | None = None,
         **changes: object,
     ) -> Watched:
-        of_test = changed(config, **changes)
-        return Watched(of_test, plan_of(of_test, texts, policies)._replace(price=price))
+        test_config = changed(config, **changes)
+        return Watched(test_config, plan_of(test_config, texts, policies)._replace(price=price))
 
     return start_actor
 

@@ -34,11 +34,11 @@ def test_groups_never_mix_sets(num: int) -> None:
     sets = "aabacbbacbaab"
     groups = group([Prompt(name, (Message("user", str(i)),)) for i, name in enumerate(sets)], num)
     for name in "abc":
-        of_set = [places for places in groups if sets[places[0]] == name]
-        assert [place for places in of_set for place in places] == [
-            i for i, other in enumerate(sets) if other == name
+        set_groups = [indices for indices in groups if sets[indices[0]] == name]
+        assert [index for indices in set_groups for index in indices] == [
+            i for i, prompt_set in enumerate(sets) if prompt_set == name
         ]
-        assert all(len(places) == num for places in of_set[:-1])
+        assert all(len(indices) == num for indices in set_groups[:-1])
     assert sum(map(len, groups)) == len(sets)
 
 
@@ -98,18 +98,18 @@ def test_bad_input_is_one_line(
     write_rows(tmp_path / "sweep" / "part.parquet", swept_rows, metadata)
     overlap = prompt_file(tmp_path / "overlap.jsonl", [*QUESTIONS[:2], SWEPT[1]])
     row = next(row for row in swept_rows if row.prompt == SWEPT[1])
-    given = arguments.format(overlap=overlap, pair=f"--target {target} --draft {draft}")
+    command_line = arguments.format(overlap=overlap, pair=f"--target {target} --draft {draft}")
     expected = message.format(target=target, first=f"the first: {row.prompt_id} {row.prompt!r}")
-    assert expected in error_of(EvaluateConfig, evaluate.run, given)
+    assert expected in error_of(EvaluateConfig, evaluate.run, command_line)
 
 
 def test_sweeps_are_of_one_pair(
     config: EvaluateConfig, tmp_path: Path, swept_rows: list[SweepRow], metadata: Metadata
 ) -> None:
     """Sweeps of pairs with the same names but different revisions are refused."""
-    other = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="another"))
-    for name, of_sweep in (("one", metadata), ("two", other)):
-        write_rows(tmp_path / name / "part.parquet", swept_rows, of_sweep)
+    other_metadata = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="another"))
+    for name, sweep_metadata in (("one", metadata), ("two", other_metadata)):
+        write_rows(tmp_path / name / "part.parquet", swept_rows, sweep_metadata)
     with pytest.raises(ValueError, match=r"of one pair wanted, these are of .*another"):
         read_inputs(changed(config, sweep=(str(tmp_path / "one"), str(tmp_path / "two"))))
 
@@ -148,20 +148,20 @@ def test_policies_that_do_not_fit_are_refused(
         assert refusal(policy).endswith("Give the directory of a policy, or --policy none\n")
     assert "nowhere/policy.json: no such file" in refusal("nowhere")
     assert "gone/policy.json: no such file" in refusal(policy_dir, "--rivals", "gone")
-    other = dataclasses.replace(tiny_pair, id=tiny_pair.id._replace(target="other"))
-    assert "made for target other with draft" in refusal(write_policy(tmp_path / "other", other))
+    other_pair = dataclasses.replace(tiny_pair, id=tiny_pair.id._replace(target="other"))
+    assert "made for target other with draft" in refusal(write_policy(tmp_path / "other", other_pair))
     register(registry, policy_dir, tiny_pair)
     assert "@champion" in refusal("champion")
-    nothing = f"output {tmp_path / 'empty'}: no evaluation.json, nothing to log"
-    assert nothing in refusal("none", "--relog", "--output", tmp_path / "empty")
+    expected = f"output {tmp_path / 'empty'}: no evaluation.json, nothing to log"
+    assert expected in refusal("none", "--relog", "--output", tmp_path / "empty")
 
     rival = write_policy(tmp_path / "rival", tiny_pair)
     LearnedFrom(frozenset({prompt_key("something else")})).write(policy_dir)
     LearnedFrom(frozenset({prompt_key(QUESTIONS[3]), prompt_key(QUESTIONS[5])})).write(rival)
     prompt = next(p for p in load_prompts(*config.prompts) if p.text in (QUESTIONS[3], QUESTIONS[5]))
-    seen = f"2 of 8 prompts are among those that policy {rival} was trained on"
+    message = f"2 of 8 prompts are among those that policy {rival} was trained on"
     for arguments in ((rival,), (policy_dir, "--rivals", rival)):
-        assert f"{seen}; the first: {prompt_ids(prompt, 0, 0.0)[0]} {prompt.text!r}" in refusal(*arguments)
+        assert f"{message}; the first: {prompt_ids(prompt, 0, 0.0)[0]} {prompt.text!r}" in refusal(*arguments)
 
 
 def test_the_champion_is_measured_beside_every_other_policy(
@@ -187,6 +187,6 @@ def test_the_champion_is_measured_beside_every_other_policy(
         assert methods("newest", rivals=(str(namesake),)) == ([POLICY, str(namesake)], 2, None)
     registry.set_champion(second)
     assert methods("newest") == ([POLICY], 2, None)
-    of_retrained = register(registry, write_policy(policy_dir.parent / "old", retrained(tiny_pair)), tiny_pair)
-    registry.set_champion(of_retrained)  # left out when the pair is loaded
+    retrained_version = register(registry, write_policy(policy_dir.parent / "old", retrained(tiny_pair)), tiny_pair)
+    registry.set_champion(retrained_version)  # left out when the pair is loaded
     assert methods(policy_dir) == ([POLICY, CHAMPION], None, 3)

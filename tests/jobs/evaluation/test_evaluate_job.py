@@ -63,11 +63,11 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     evaluator = start(price=price, baselines=(), repeats=2, concurrency=2, waves=1)
     path, decoded = runs_file(evaluator), list[tuple[int, ...]]()
 
-    def call(method: str, *place: int) -> list[MethodRun]:
+    def call(method: str, *position: int) -> list[MethodRun]:
         if len(decoded) == 5:
             raise KilledError
-        decoded.append(place)
-        return evaluator.call(method, *place)
+        decoded.append(position)
+        return evaluator.call(method, *position)
 
     before: list[MethodRun] = []
     with pytest.raises(KilledError):
@@ -83,8 +83,8 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert path.read_text().splitlines()[:5] == lines
-    every = [(repeat, g + i, m) for repeat in range(2) for g in (0, 2, 4, 6) for m in FIXED for i in range(2)]
-    assert [(run.repeat, run.prompt, run.method) for run in runs] == every
+    expected = [(repeat, g + i, m) for repeat in range(2) for g in (0, 2, 4, 6) for m in FIXED for i in range(2)]
+    assert [(run.repeat, run.prompt, run.method) for run in runs] == expected
     assert runs[: 5 * 4 * 2] == before  # to the last digit of their seconds
     # After a kill before the result is written, nothing is measured again.
     assert list(measure_all(evaluator, pytest.fail)) == runs
@@ -93,10 +93,10 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
 def test_a_driver_that_lost_its_lease_keeps_no_group(start: Callable[..., Watched], tiny_pair: Pair) -> None:
     evaluator = start(price=price_here(tiny_pair.id), baselines=(), concurrency=2, waves=1)
 
-    def call(method: str, *place: int) -> list[MethodRun]:
-        if place == (0, 1):
+    def call(method: str, *position: int) -> list[MethodRun]:
+        if position == (0, 1):
             take_over(evaluator._config.output)
-        return evaluator.call(method, *place)
+        return evaluator.call(method, *position)
 
     with pytest.raises(ValueError, match="process id 7 on elsewhere has taken over; this driver stops"):
         list(measure_all(evaluator, call))
@@ -107,14 +107,17 @@ def test_other_settings_prompts_policies_or_weights_start_anew(
     config: EvaluateConfig, questions: list[Prompt], policy_dir: Path, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     """Separate file of finished groups for each combination of settings, prompts, policies and weights."""
-    here = Setting(tiny_pair.id, "float32", "cpu", {}, price_here(tiny_pair.id), 30, {}, {}, {})
+    base_setting = Setting(tiny_pair.id, "float32", "cpu", {}, price_here(tiny_pair.id), 30, {}, {}, {})
 
     def file(
-        texts: Sequence[Prompt] = questions, rivals: Sequence[Path] = (), setting: Setting = here, **changes: object
+        texts: Sequence[Prompt] = questions,
+        rivals: Sequence[Path] = (),
+        setting: Setting = base_setting,
+        **changes: object,
     ) -> str:
-        of_test = changed(config, **changes)
+        test_config = changed(config, **changes)
         policies = {POLICY: policy_dir, **{f"rival {i}": rival for i, rival in enumerate(rivals)}}
-        return evaluate._runs_file(of_test, plan_of(of_test, texts, policies), setting).name
+        return evaluate._runs_file(test_config, plan_of(test_config, texts, policies), setting).name
 
     first = file()
     assert file(output=tmp_path / "elsewhere", accelerator_type="H100") == first
@@ -125,9 +128,9 @@ def test_other_settings_prompts_policies_or_weights_start_anew(
         file(questions[:7]),
         file(questions[::-1]),
         file(rivals=[policy_dir]),
-        file(setting=here._replace(pair=retrained(tiny_pair).id)),
-        file(setting=here._replace(dtype="bfloat16")),
-        file(setting=here._replace(device="cuda")),
+        file(setting=base_setting._replace(pair=retrained(tiny_pair).id)),
+        file(setting=base_setting._replace(dtype="bfloat16")),
+        file(setting=base_setting._replace(device="cuda")),
     }
     write_policy(policy_dir, tiny_pair, 4)
     names.add(file())
@@ -155,9 +158,9 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     write_rows(tmp_path / "sweep" / "part.parquet", swept_rows, metadata)
     registry.set_champion(register(registry, write_policy(tmp_path / "first", tiny_pair, 2), tiny_pair))
     version = register(registry, policy_dir, tiny_pair)
-    old = write_policy(tmp_path / "old", retrained(tiny_pair))
-    odd = prompt_file(tmp_path / "odd.jsonl", ["", "long " * 300])
-    arguments = f"""--prompts {config.prompts[0]} {odd} --policy newest --rivals champion {old}
+    old_policy = write_policy(tmp_path / "old", retrained(tiny_pair))
+    odd_prompts = prompt_file(tmp_path / "odd.jsonl", ["", "long " * 300])
+    arguments = f"""--prompts {config.prompts[0]} {odd_prompts} --policy newest --rivals champion {old_policy}
         --target {config.pair.target} --draft {config.pair.draft} --dtype float32 --sweep {tmp_path / "sweep"}
         --output {config.output} --concurrency 2 --waves 1 --max-new-tokens {NUM_TOKENS} --block-sizes 2 4
         --tree-sizes 3 --temperature 1 --repeats 2"""
@@ -186,7 +189,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     output = job.log
     assert f"evaluate: going on after {len(before)} of 8 groups" in output
     assert "evaluate: 8/8 groups, 0 s left" in output
-    assert f"{odd}: 1 of 2 rows set aside: line 1: empty prompt" in output
+    assert f"{odd_prompts}: 1 of 2 rows set aside: line 1: empty prompt" in output
     assert "evaluate: 1 of 9 prompts set aside: 'long long" in output
     assert not file.exists()
 
@@ -203,10 +206,10 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert [row["method"] for row in result["figures"]] == [*methods, STATIC]
     assert {row["share_equal"] for row in result["figures"]} == {1.0}
     groups = [(repeat, number) for repeat in range(2) for number in range(4)]
-    every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
+    expected = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
     measured = json.loads((config.output / "runs.json").read_text())
     runs = measured["runs"]
-    assert [(run["repeat"], run["prompt"], run["method"]) for run in runs] == every
+    assert [(run["repeat"], run["prompt"], run["method"]) for run in runs] == expected
     assert runs[: 2 * len(methods) * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
     assert sorted(prompt["text"] for prompt in measured["prompts"]) == QUESTIONS
     assert result["best_fixed"]["chosen_on"] == "the sweep's prompts"

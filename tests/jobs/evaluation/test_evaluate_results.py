@@ -60,8 +60,10 @@ def test_taus_known_beforehand_are_the_sweep_s_or_those_that_the_policy_keeps(
     LearnedFrom(frozenset({"key"}), {0.0: {2: 1.5, 4: 2.0}, 1.0: {2: 1.1}}).write(policy_dir)
     plan = plan_of(config, questions, {POLICY: policy_dir})
     assert known_taus(plan, config) == ({2: 1.5, 4: 2.0}, "the policy's training prompts")
-    others = [changed(config, **options) for options in ({"temperature": 1.0}, {"temperature": 0.5}, {"mixed": True})]
-    assert [known_taus(plan, other)[0] for other in others] == [{2: 1.1}, {}, {}]
+    other_configs = [
+        changed(config, **options) for options in ({"temperature": 1.0}, {"temperature": 0.5}, {"mixed": True})
+    ]
+    assert [known_taus(plan, other_config)[0] for other_config in other_configs] == [{2: 1.1}, {}, {}]
     swept = plan._replace(sweep=Swept(tiny_pair.id, (2, 4), {2: 1.9}))
     assert known_taus(swept, config) == ({2: 1.9}, "the sweep's prompts")
     assert known_taus(plan_of(config, questions), config)[0] == {}
@@ -168,8 +170,8 @@ def test_the_control_tells_the_timing_noise(config: EvaluateConfig, tiny_pair: P
     assert "0.990 to 1.020" in noise
     start = next(i for i, line in enumerate(lines) if "by prompt set:" in line) + 2
     assert cells(lines[start])[1] == CONTROL
-    wider = 1.02 ** float(scipy.stats.t.ppf(0.975, 1))  # prompts do not differ; the two engines do, by 2%
-    assert cells(lines[start + 2])[1:3] == ["1.020 (1.020 to 1.020)", f"1.000 ({1 / wider:.3f} to {wider:.3f})"]
+    factor = 1.02 ** float(scipy.stats.t.ppf(0.975, 1))  # prompts do not differ; the two engines do, by 2%
+    assert cells(lines[start + 2])[1:3] == ["1.020 (1.020 to 1.020)", f"1.000 ({1 / factor:.3f} to {factor:.3f})"]
     assert CONTROL not in saved(config, tiny_pair, {AR: [10] * 2, "B=2": [20] * 2}, "aa").table
     assert "0.900 (0.900 to 0.900)" in saved(config, tiny_pair, {AR: [10] * 2, CONTROL: [9] * 2}, "aa").table
 
@@ -238,26 +240,26 @@ def test_a_version_is_tagged_with_its_speed_beside_the_champion(
 def test_neither_a_lost_store_nor_lost_artifacts_cost_a_result(measured: Measured) -> None:
     config, version, registry = measured
     store = config.output.with_name("mlflow.db")
-    kept = store.read_bytes()
-    written = {path: path.read_bytes() for path in config.output.glob("*.*")}
+    store_bytes = store.read_bytes()
+    saved_files = {path: path.read_bytes() for path in config.output.glob("*.*")}
     artifacts = store.with_name("mlartifacts")
-    later = f"The results are in {config.output}; --relog logs"
+    message = f"The results are in {config.output}; --relog logs"
     store.write_bytes(b"no database any more " * 1000)
-    with pytest.raises(ValueError, match=f"MLflow store .*{later}") as caught:
+    with pytest.raises(ValueError, match=f"MLflow store .*{message}") as caught:
         log(config.output, registry)
     assert "\n" not in str(caught.value)
-    store.write_bytes(kept)
+    store.write_bytes(store_bytes)
     shutil.rmtree(artifacts)
     artifacts.write_text("no directory")
-    with pytest.raises(ValueError, match=later):
+    with pytest.raises(ValueError, match=message):
         log(config.output, registry)
-    assert {path: path.read_bytes() for path in config.output.glob("*.*")} == written
+    assert {path: path.read_bytes() for path in config.output.glob("*.*")} == saved_files
     artifacts.unlink()
 
     result = evaluate.run(changed(config, relog=True))
-    again = Registry.open()
-    assert again.version(version.name, version.number).held_out == result.held_out
-    logged = again._client.get_run(result.run_id)
+    reopened = Registry.open()
+    assert reopened.version(version.name, version.number).held_out == result.held_out
+    logged = reopened._client.get_run(result.run_id)
     assert logged.info.status == "FINISHED"
     speed = next(row for row in result.figures if row.method == POLICY).tokens_per_s.value
     assert logged.data.metrics["policy.tokens_per_s"] == pytest.approx(speed)

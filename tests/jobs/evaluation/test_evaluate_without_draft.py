@@ -47,6 +47,6 @@ def test_plain_decoding_and_lookup_are_measured(config: EvaluateConfig) -> None:
 
 def test_a_policy_of_a_draft_is_refused(config: EvaluateConfig, tmp_path: Path, tiny_pair: Pair) -> None:
     save_policy(tiny_policy(tiny_pair.id, 260, (2, 3)), tmp_path / "policy")
-    of_draft = config.model_copy(update={"policy": str(tmp_path / "policy")})
+    policy_config = config.model_copy(update={"policy": str(tmp_path / "policy")})
     with pytest.raises(ValueError, match=r"has no draft, policy .*policy needs one: --draft names one"):
-        plan_for(of_draft, *read_inputs(of_draft), NO_REGISTRY)
+        plan_for(policy_config, *read_inputs(policy_config), NO_REGISTRY)

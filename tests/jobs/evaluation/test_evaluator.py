@@ -85,14 +85,14 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     methods = [*rotating, ORACLE]
     assert list(evaluator.setting.block_sizes.items()) == [*zip(methods, [*SIZES, *[None] * 10], strict=True)]
     groups = group(texts, concurrency * waves)
-    places = [(repeat, number) for repeat in range(2) for number in range(len(groups))]
-    runs = [run for place in places for run in evaluator.measure(*place)]
+    positions = [(repeat, number) for repeat in range(2) for number in range(len(groups))]
+    runs = [run for position in positions for run in evaluator.measure(*position)]
 
-    starts = [(repeat + number) % len(rotating) for repeat, number in places]
+    starts = [(repeat + number) % len(rotating) for repeat, number in positions]
     orders = [list(measured) for measured in evaluator.decoded]
     assert orders == [order for s in starts for order in ([*rotating[s:], *rotating[:s]], [ORACLE, AR])]
     assert [(run.repeat, run.prompt, run.method) for run in runs] == [
-        (repeat, prompt, method) for repeat, number in places for method in methods for prompt in groups[number]
+        (repeat, prompt, method) for repeat, number in positions for method in methods for prompt in groups[number]
     ]
     assert all(run.totals.num_equal == run.totals.num_requests == 1 for run in runs)
     assert sum(run.totals.num_requests for run in runs if run.method == AR) == 2 * len(texts)
@@ -116,11 +116,11 @@ def test_mixed_traffic_is_greedy_for_half_of_the_prompts(
     def answers(**options: Any) -> list[list[int]]:
         evaluator = start(texts, price=price_here(tiny_pair.id), **settings, **options)
         evaluator.measure(0, 0), evaluator.measure(0, 1)
-        by_method = [[timing.output for run in evaluator.decoded for timing in run[method]] for method in run_of]
+        by_method = [[timing.output for run in evaluator.decoded for timing in run[method]] for method in methods]
         assert all(outputs == by_method[0] for outputs in by_method)
         return by_method[0]
 
-    run_of = AR, "tree 3", UNTRAINED
+    methods = AR, "tree 3", UNTRAINED
     greedy, drawn, mixed = answers(temperature=0.0), answers(temperature=1.0), answers(temperature=1.0, mixed=True)
     chosen = [greedy if is_in_half(text) else drawn for text in texts]
     assert mixed == [answer[i] for i, answer in enumerate(chosen)]
@@ -138,10 +138,10 @@ def test_trees_are_really_decoded(
     evaluator = start(price=cheap, tree_sizes=(3,), baselines=baselines, temperature=temperature, waves=1)
     trees: dict[str, list[Tree]] = {method: [] for method in evaluator.methods}
 
-    def recorded(engine: Engine, of_method: list[Tree]) -> Callable[[], list[Step]]:
+    def recorded(engine: Engine, method_trees: list[Tree]) -> Callable[[], list[Step]]:
         def step() -> list[Step]:
             steps = Engine.step(engine)
-            of_method.extend(step.tree for step in steps if step.block_size)
+            method_trees.extend(step.tree for step in steps if step.block_size)
             return steps
 
         return step
@@ -149,15 +149,15 @@ def test_trees_are_really_decoded(
     for method, engine in evaluator._engines.items():
         monkeypatch.setattr(engine, "step", recorded(engine, trees[method]))
     runs = evaluator.measure(0, 0)
-    others = MEANS, UNTRAINED, LOOKUP, SWITCH, NO_LOOKUP
-    assert [run.method for run in runs] == [*FIXED, "tree 3", "tree 3 with lookup", *others]
+    baseline_methods = MEANS, UNTRAINED, LOOKUP, SWITCH, NO_LOOKUP
+    assert [run.method for run in runs] == [*FIXED, "tree 3", "tree 3 with lookup", *baseline_methods]
     assert all(run.totals.num_equal == 1 for run in runs)
     assert [run.totals.num_verified for run in runs] == [len(trees[run.method]) for run in runs]
-    branched = {method for method, of_method in trees.items() if not all(tree.is_chain for tree in of_method)}
+    branched = {method for method, method_trees in trees.items() if not all(tree.is_chain for tree in method_trees)}
     required = {"tree 3", UNTRAINED, NO_LOOKUP}
     assert required <= branched <= required | {"tree 3 with lookup", SWITCH}
-    sources = {m: {source for tree in of_method for source in tree.sources} for m, of_method in trees.items()}
-    looked_up = {method for method, of_method in sources.items() if of_method - {DRAFTED}}
+    sources = {m: {source for tree in method_trees for source in tree.sources} for m, method_trees in trees.items()}
+    looked_up = {method for method, method_sources in sources.items() if method_sources - {DRAFTED}}
     assert looked_up <= {"tree 3 with lookup", UNTRAINED, LOOKUP, SWITCH}
     assert sources[LOOKUP] <= {LOOKED_UP}
     assert {len(tree.tokens) for tree in trees["tree 3"][:-1]} == {3}
@@ -184,9 +184,9 @@ def test_rival_drafts_decode_the_same_text_on_the_same_target(
     totals = {method: [run.totals for run in runs if run.method == method] for method in methods}
     for name in names:
         assert engines[f"{name} B=4"].pair.id == evaluator.setting.rivals[name]
-        assert max(of_run.sum_block_sizes / of_run.num_verified for of_run in totals[f"{name} B=4"]) <= 4
-        assert max(of_run.sum_block_sizes / of_run.num_verified for of_run in totals[f"{name} tree 5"]) > 4
-    num_steps = {method: sum(of_run.num_verified for of_run in totals[method]) for method in methods}
+        assert max(run_total.sum_block_sizes / run_total.num_verified for run_total in totals[f"{name} B=4"]) <= 4
+        assert max(run_total.sum_block_sizes / run_total.num_verified for run_total in totals[f"{name} tree 5"]) > 4
+    num_steps = {method: sum(run_total.num_verified for run_total in totals[method]) for method in methods}
     assert temperature == 0 or num_steps["eagle3 B=4"] < num_steps[AR]
 
 
@@ -204,20 +204,20 @@ def test_the_oracle_takes_the_size_of_each_request_with_most_tokens_per_cost_jus
     evaluator = start(price=price, concurrency=concurrency, **settings)
     step_costs = [1.0, *(1 + launch_s + (size - 1) * (slot_s + token_s) for size in CANDIDATES)]
     chosen = []
-    for number, places in enumerate(group(questions, concurrency)):
+    for number, indices in enumerate(group(questions, concurrency)):
         evaluator.decoded.clear()
         runs = {(run.method, run.prompt): run.totals for run in evaluator.measure(0, number)}
         measured, hindsight = evaluator.decoded
-        in_group = []
-        for i, place in enumerate(places):
-            speeds = [runs[method, place].num_emitted / len(measured[method][i].block_sizes) for method in FIXED]
+        group_choices = []
+        for i, index in enumerate(indices):
+            speeds = [runs[method, index].num_emitted / len(measured[method][i].block_sizes) for method in FIXED]
             best = int(np.argmax(np.divide(speeds, step_costs)))
-            in_group.append(best)
+            group_choices.append(best)
             assert hindsight[ORACLE][i].block_sizes == measured[FIXED[best]][i].block_sizes
-            assert runs[ORACLE, place].num_verified == runs[FIXED[best], place].num_verified
-        chosen.append(in_group)
-    assert len({best for in_group in chosen for best in in_group}) > 1, chosen
-    assert concurrency == 1 or any(len(set(in_group)) > 1 for in_group in chosen), chosen
+            assert runs[ORACLE, index].num_verified == runs[FIXED[best], index].num_verified
+        chosen.append(group_choices)
+    assert len({best for group_choices in chosen for best in group_choices}) > 1, chosen
+    assert concurrency == 1 or any(len(set(group_choices)) > 1 for group_choices in chosen), chosen
 
 
 def test_a_group_does_not_depend_on_those_before_it(
@@ -236,12 +236,12 @@ def test_a_group_does_not_depend_on_those_before_it(
         for number in numbers:
             evaluator.decoded.clear()
             evaluator.measure(0, number)
-        first, then = evaluator.decoded
-        return {method: [timing.block_sizes for timing in of_method] for method, of_method in (first | then).items()}
+        first, second = evaluator.decoded
+        return {method: [timing.block_sizes for timing in timings] for method, timings in (first | second).items()}
 
     alone = decoded(1)
     assert decoded(0, 1) == alone
-    varied = {method: {size for of_one in alone[method] for size in of_one} for method in (POLICY, MEANS, UNTRAINED)}
+    varied = {method: {size for sizes in alone[method] for size in sizes} for method in (POLICY, MEANS, UNTRAINED)}
     assert min(map(len, varied.values())) > 1, varied
 
 
@@ -254,7 +254,7 @@ def test_random_sizes_depend_on_seed_and_prompt_only(
     def drawn(prompts: list[Prompt] = questions, repeat: int = 0, **settings: object) -> list[int | None]:
         evaluator = start(prompts, {POLICY: policy_dir}, price, warm_up=0, **settings)
         evaluator._plan = evaluator._plan._replace(prompts=tuple(texts))
-        return [evaluator._size(RANDOM, place, repeat) for place in range(len(texts))]
+        return [evaluator._size(RANDOM, index, repeat) for index in range(len(texts))]
 
     sizes = drawn()
     assert set(sizes) == set(CANDIDATES)  # the policy's candidates, so without AR
@@ -287,19 +287,19 @@ def test_repeats_draw_new_texts_only_when_sampling(start: Start, tiny_pair: Pair
 def test_a_price_that_was_given_is_used_where_it_holds(
     start: Start, config: EvaluateConfig, questions: list[Prompt], tiny_pair: Pair, tmp_path: Path
 ) -> None:
-    texts, given = questions[:4], price_here(tiny_pair.id, slot_s=0.1)
-    setting = start(texts, price=given, baselines=()).setting
-    assert (setting.price, setting.device) == (given, device_name(tiny_pair.target.device))
+    texts, given_price = questions[:4], price_here(tiny_pair.id, slot_s=0.1)
+    setting = start(texts, price=given_price, baselines=()).setting
+    assert (setting.price, setting.device) == (given_price, device_name(tiny_pair.target.device))
     tmp_path.joinpath("policy").mkdir()
-    tmp_path.joinpath("policy", PRICE_FILE).write_text(given.to_json())
-    assert known_price(config, plan_of(config, texts, {POLICY: tmp_path / "policy"})) == given
+    tmp_path.joinpath("policy", PRICE_FILE).write_text(given_price.to_json())
+    assert known_price(config, plan_of(config, texts, {POLICY: tmp_path / "policy"})) == given_price
     assert known_price(config, plan_of(config, texts)) is None
-    other_pair = dataclasses.replace(given, pair=retrained(tiny_pair).id)
-    for other in (other_pair, dataclasses.replace(given, device="cpu, 2 threads"), None):
-        evaluator = start(texts, price=other, concurrency=3, baselines=())
+    retrained_price = dataclasses.replace(given_price, pair=retrained(tiny_pair).id)
+    for other_price in (retrained_price, dataclasses.replace(given_price, device="cpu, 2 threads"), None):
+        evaluator = start(texts, price=other_price, concurrency=3, baselines=())
         measured = evaluator.setting.price
-        assert measured != other
-        assert measured.made_for(given.pair, given.dtype, given.device)
+        assert measured != other_price
+        assert measured.made_for(given_price.pair, given_price.dtype, given_price.device)
         assert (measured.context, measured.rows) == (evaluator.setting.context, 3)
         assert {engine.controller.price for engine in evaluator._engines.values()} == {measured}
 
@@ -308,20 +308,20 @@ def test_a_price_that_was_given_is_used_where_it_holds(
 def test_a_prompt_longer_than_the_context_is_set_aside(start: Start, tiny_pair: Pair, tmp_path: Path) -> None:
     """Other prompts are measured as if the long one did not exist."""
     short, price = ["short?", "shorter", "brief"], price_here(tiny_pair.id)
-    without, beside = (
+    short_evaluator, full_evaluator = (
         start(load_prompts(str(prompt_file(tmp_path / "texts.jsonl", texts))), price=price, waves=2)
         for texts in (short, [*short, "long " * 300])
     )
-    (reason,) = beside.setting.set_aside.values()
+    (reason,) = full_evaluator.setting.set_aside.values()
     limit = r"at most 1023 leave room for an answer \(the model's limit is 1024 tokens\)"
     assert re.fullmatch(rf"prompt of 15\d\d tokens: {limit}", reason)
-    assert not without.setting.set_aside
-    assert beside._plan == without._plan
-    for measured in zip(beside.measure(0, 1), without.measure(0, 1), strict=True):
+    assert not short_evaluator.setting.set_aside
+    assert full_evaluator._plan == short_evaluator._plan
+    for measured in zip(full_evaluator.measure(0, 1), short_evaluator.measure(0, 1), strict=True):
         assert len({(run.method, run.prompt, run.totals.num_tokens) for run in measured}) == 1
     long = Prompt("texts", (Message("user", "long " * 300),))
     with pytest.raises(ValueError, match=r"at least two prompts; set aside: 'long long .*' of texts: prompt of 15"):
-        start([long, without._plan.prompts[0]])
+        start([long, short_evaluator._plan.prompts[0]])
 
 
 def test_a_policy_or_sweep_of_other_weights_is_refused_and_a_rival_left_out(
@@ -386,11 +386,11 @@ def test_what_adapts_starts_every_group_as_it_was_after_prompts_of_others(
     """Warm-up of a group on prompts of every second group, never its own; a single group starts without warm-up."""
     settings = {"price": price_here(tiny_pair.id), "warm_up": 2, "max_new_tokens": 40, **FEW_METHODS}
     evaluator = start(questions[:5], waves=1, **settings)
-    asked = list[list[int]]()
+    calls = list[list[int]]()
     decode = evaluator._decode
-    evaluator._decode = lambda methods, places, *rest: asked.append(list(places)) or decode(methods, places, *rest)  # type: ignore[method-assign]
+    evaluator._decode = lambda methods, indices, *args: calls.append(list(indices)) or decode(methods, indices, *args)  # type: ignore[method-assign]
     assert set(evaluator._warmed_up(0)) == set(evaluator._warmed_up(1)) == {MEANS, UNTRAINED}
-    assert asked == [[1, 3], [0, 2]]
+    assert calls == [[1, 3], [0, 2]]
     for number in (0, 1, 2):
         evaluator._reset(number)
         controller = evaluator._engines[UNTRAINED].controller

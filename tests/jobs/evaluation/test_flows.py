@@ -26,8 +26,8 @@ def unstopped(pair: Pair, texts: list[Prompt]) -> list[Request]:
     return [dataclasses.replace(request, stop_token_ids=frozenset()) for request in requests(pair, texts, 1)]
 
 
-def timings(engine: Engine, wanted: list[Request]) -> list[RequestTiming]:
-    flow = Flow(engine, wanted)
+def timings(engine: Engine, flow_requests: list[Request]) -> list[RequestTiming]:
+    flow = Flow(engine, flow_requests)
     in_turns([flow], 3)
     assert engine.idle
     return flow.results
@@ -41,7 +41,7 @@ def test_sums_are_those_of_single_runs(
     engine = Engine(tiny_pair, num_slots=num_slots, max_length=256)
     started = time.perf_counter()
     measured = timings(engine, requests(tiny_pair, texts, block_size, temperature=1.0))
-    took = time.perf_counter() - started
+    elapsed_s = time.perf_counter() - started
     for text, timing in zip(texts, measured, strict=True):
         prompt_ids = text.encode(tiny_pair.tokenizer)
         steps = [*generate(tiny_pair, prompt_ids, block_size=block_size, max_new_tokens=12, temperature=1.0, seed=5)]
@@ -53,7 +53,7 @@ def test_sums_are_those_of_single_runs(
         assert totals.sum_block_sizes == sum(step.block_size for step in verified)
         assert totals.num_later_tokens < totals.num_tokens
         assert 0 < totals.later_s < totals.total_s
-    assert 0.2 * took < sum(timing.total_s for timing in measured) <= took
+    assert 0.2 * elapsed_s < sum(timing.total_s for timing in measured) <= elapsed_s
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def test_flows_are_interleaved_and_end_together(tiny_pair: Pair, questions: list
             super().step()
             tokens.append(names[id(self)] * (self.num_tokens - before))
 
-    wanted = unstopped(tiny_pair, questions[:2])
-    alone, both = (Recorded(Engine(tiny_pair, num_slots=n, max_length=256), wanted) for n in (1, 2))
+    plain_requests = unstopped(tiny_pair, questions[:2])
+    alone, both = (Recorded(Engine(tiny_pair, num_slots=n, max_length=256), plain_requests) for n in (1, 2))
     names = {id(alone): "a", id(both): "b"}
     in_turns([alone, both], 6)
     assert tokens[:10] == [*"aaaaaa", "bb", "bb", "bb", "a"]

@@ -44,8 +44,8 @@ LOST = "the replica with this request was lost"
 
 
 def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"READER_S": 0.1, "LEAVE_S": 0.1, "NUM_AT_ONCE": 20, "GRAMMARS": {"wrong": abusers.GRAMMARS["wrong"]}}
-    for name, value in few.items():
+    settings = {"READER_S": 0.1, "LEAVE_S": 0.1, "NUM_AT_ONCE": 20, "GRAMMARS": {"wrong": abusers.GRAMMARS["wrong"]}}
+    for name, value in settings.items():
         monkeypatch.setattr(abusers, name, value)
     monkeypatch.setattr(gateway, "LOOK_S", 0.2)
     limits = Limits(max_body_bytes=2**16, timeout_s=5, body_timeout_s=0.3)
@@ -136,11 +136,11 @@ class AbuseRun:
         async with Clients(self._server.url, GOOD_KEY) as clients:
             model, port = await clients.first_model(), int(self._server.root.rpartition(":")[2])
             bodies = [_body(model, i, prompt.text) for i, prompt in enumerate(load_prompts("demo")[:12])]
-            known = [(body, await self._known(clients, body)) for body in bodies]
+            known_answers = [(body, await self._known(clients, body)) for body in bodies]
             self._end = time.monotonic() + 60 * MINUTES
             async with asyncio.TaskGroup() as group:
                 for number in range(NUM_CLIENTS):
-                    group.create_task(self._behave(clients, known[number:] + known[:number]))
+                    group.create_task(self._behave(clients, known_answers[number:] + known_answers[:number]))
                 for number in range(NUM_ABUSERS):
                     group.create_task(self._abuse(Abuser(port, BAD_KEY, model, number)))
                 for watch in (self._faults, self._watch_health, self._watch_memory):
@@ -157,9 +157,9 @@ class AbuseRun:
     def _over(self) -> bool:
         return time.monotonic() >= self._end
 
-    async def _behave(self, clients: Clients, known: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    async def _behave(self, clients: Clients, known_answers: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         while not self._over:
-            body, text = self._dice.choice(known)
+            body, text = self._dice.choice(known_answers)
             received = await clients.send(body)
             outcome = _outcome(received, text)
             self.report.good[outcome] += 1

@@ -193,8 +193,8 @@ def test_a_champion_that_fails_where_it_decides_is_not_used(
 
     by_kind = {PromptPolicy: tiny_policy(pair, 260, (1, 4)), AcceptanceModel: step_policy(pair, 260)}
     for broken, policy in by_kind.items():
-        with monkeypatch.context() as while_tried:
-            while_tried.setattr(broken, "__call__" if broken is PromptPolicy else "propose", fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, "__call__" if broken is PromptPolicy else "propose", fail)
             followed.crown(policy=policy)
             assert "fails when it is tried (RuntimeError: no choice)" in followed.look()["error"]
         assert followed.status["version"] == first.number
@@ -207,8 +207,8 @@ def test_a_champion_of_kind_step_is_the_prior_of_every_choice(followed: Followed
     policy, engine, ask = step_policy(followed.pair.id, 260), followed.replica.loop.engine, followed.client.ask
     before = ask(CHAT, BODY)
     assert isinstance(engine.policy, PromptPolicy)
-    second, told = followed.crown(policy=policy), followed.look()
-    assert (told["version"], told["error"]) == (second.number, None)
+    second, status = followed.crown(policy=policy), followed.look()
+    assert (status["version"], status["error"]) == (second.number, None)
     ask(CHAT, BODY | {"max_tokens": 1})
     assert engine.policy is None
     assert np.array_equal(engine.controller.model.weights, policy.weights)
@@ -251,20 +251,20 @@ def test_a_look_that_has_begun_does_not_overrule_what_came_later(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed.follow(3)
-    asked, answered, copy = threading.Event(), threading.Event(), champions.copy_of
+    copy_started, copy_released, copy = threading.Event(), threading.Event(), champions.copy_of
     followed.crown(5)
 
     def slow_copy(*arguments: Any) -> Path:
-        asked.set()
-        assert answered.wait(patient(20))
+        copy_started.set()
+        assert copy_released.wait(patient(20))
         return copy(*arguments)
 
     monkeypatch.setattr(champions, "copy_of", slow_copy)
     thread = threading.Thread(target=followed.look)
     thread.start()
-    assert asked.wait(patient(20))
+    assert copy_started.wait(patient(20))
     followed.replica.reconfigure({"policy": 7})
-    answered.set()
+    copy_released.set()
     thread.join(patient(20))
     assert not thread.is_alive()
     assert followed.status == {"name": "block size 7", "version": None}
@@ -273,9 +273,9 @@ def test_a_look_that_has_begun_does_not_overrule_what_came_later(
 def test_a_damaged_copy_is_made_anew(followed: Followed) -> None:
     version, copies = followed.crown(3), followed.folder / "copies"
     copy = champions.copy_of(followed.registry, version, copies)
-    made = (copy / "policy.json").stat().st_mtime_ns
+    mtime_ns = (copy / "policy.json").stat().st_mtime_ns
     assert champions.copy_of(followed.registry, version, copies) == copy
-    assert (copy / "policy.json").stat().st_mtime_ns == made
+    assert (copy / "policy.json").stat().st_mtime_ns == mtime_ns
     (copy / "policy.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         followed.configure()
@@ -318,7 +318,7 @@ def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
 ) -> None:
     """Measured price, also used for later policies. A policy's price is used if none was measured, and kept if it is
     of this device."""
-    replica, here, other = followed.replica, device_name(followed.pair.target.device), "another device"
+    replica, this_device, other_device = followed.replica, device_name(followed.pair.target.device), "another device"
     nums_in_flight = list[int]()
 
     def timing(*arguments: Any) -> StepPrice:
@@ -327,7 +327,7 @@ def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
 
     monkeypatch.setattr("jobs.serving.policies.kept_price", timing)
     replica.reconfigure({"policy": 2})  # a start with a block size measures nothing
-    for device, expected in ((other, other), (here, here), (other, here)):
+    for device, expected in ((other_device, other_device), (this_device, this_device), (other_device, this_device)):
         replica.reconfigure({"policy": priced_policy(followed, 0, device)})
         assert followed.priced_device == expected
     assert nums_in_flight == []
@@ -339,5 +339,5 @@ def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
         replica.reconfigure({"policy": priced_policy(followed, 1)})
         assert replica.loop.num_in_flight == 1
         assert str(followed.status["name"]).endswith("/ano-1")
-    assert followed.priced_device == here
+    assert followed.priced_device == this_device
     assert nums_in_flight == [0]

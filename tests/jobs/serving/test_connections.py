@@ -156,16 +156,16 @@ def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
     monkeypatch.setattr(gateway, "LOOK_S", 0.05)
     with over_http(make_app({"fast": FastModel()})) as url:
         get = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
-        kept = opened(url, get)
-        assert kept.recv(2**16).startswith(b"HTTP/1.1 200")
+        connection = opened(url, get)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
         time.sleep(0.5)
-        kept.sendall(get)
-        assert kept.recv(2**16).startswith(b"HTTP/1.1 200")
-        read, slow = b"", opened(url, request_of(BODY | {"max_tokens": 8}, ""))
-        while not read.endswith(b"0\r\n\r\n"):
-            read += slow.recv(2**15)
+        connection.sendall(get)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+        received, slow = b"", opened(url, request_of(BODY | {"max_tokens": 8}, ""))
+        while not received.endswith(b"0\r\n\r\n"):
+            received += slow.recv(2**15)
             time.sleep(0.003)
-        assert read.count(b"x" * 1000) == 8 * 50
+        assert received.count(b"x" * 1000) == 8 * 50
 
 
 def test_a_connection_that_does_not_read_is_cut(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,23 +214,23 @@ def test_clients_are_served_one_after_another_and_each_keeps_its_order(events: l
         assert len(queue) == sum(map(len, waiting.values()))
     order = [queue.take()[0] for _ in range(len(queue))]
     for index, client in enumerate(order):  # no client is served twice while another waits
-        others = {name for name in order[index:] if name != client}
-        again = order.index(client, index + 1) if client in order[index + 1 :] else len(order)
-        assert others <= set(order[index + 1 : again]) or again == len(order)
+        other_clients = {name for name in order[index:] if name != client}
+        next_index = order.index(client, index + 1) if client in order[index + 1 :] else len(order)
+        assert other_clients <= set(order[index + 1 : next_index]) or next_index == len(order)
     with pytest.raises(KeyError):
         queue.take()
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 5)), max_size=60))
-def test_no_client_of_several_holds_more_than_half(capacity: int, asked: list[tuple[str, int]]) -> None:
-    held = dict.fromkeys("abcd", 0)
-    for name, num in asked:
-        free = capacity - sum(held.values())
-        if has_room(held[name], num, free, alone=False):
-            held[name] += num
+def test_no_client_of_several_holds_more_than_half(capacity: int, requests: list[tuple[str, int]]) -> None:
+    num_held = dict.fromkeys("abcd", 0)
+    for name, num in requests:
+        free = capacity - sum(num_held.values())
+        if has_room(num_held[name], num, free, alone=False):
+            num_held[name] += num
         assert has_room(0, 1, free, alone=False) == (free > 0)  # a client that has none gets one
-    assert max(held.values()) <= max(capacity // 2, 1)
-    assert sum(held.values()) <= capacity
+    assert max(num_held.values()) <= max(capacity // 2, 1)
+    assert sum(num_held.values()) <= capacity
     assert has_room(0, capacity, capacity, alone=True)
     assert not has_room(0, capacity + 1, capacity, alone=True)
 

@@ -52,13 +52,13 @@ def test_health_tells_whether_the_last_step_drafted(
     client: ApiClient, replica: Replica, monkeypatch: pytest.MonkeyPatch, block_size: int, drafting: set[bool]
 ) -> None:
     """Flag `drafting` of the last step. Steps with a prefill, or with one token left, do not draft."""
-    told = set[bool]()
+    flags = set[bool]()
     body = {"messages": QUESTION, "max_tokens": 20}
     client.ask(CHAT, body | {"block_size": 1})  # steps with a prefill do not change the flag
     idle(replica)
-    monkeypatch.setattr(replica.loop, "on_step", lambda *_: told.add(asyncio.run(replica.status())["drafting"]))
+    monkeypatch.setattr(replica.loop, "on_step", lambda *_: flags.add(asyncio.run(replica.status())["drafting"]))
     client.ask(CHAT, body | {"block_size": block_size})
-    assert told == drafting
+    assert flags == drafting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -72,13 +72,13 @@ def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
     for block_size in ("auto", 1, 2, 3, 5, 8, 12):
         answer = client.ask(CHAT, body | {"block_size": block_size})
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected, "refusal": None}
-        tree = client.ask(CHAT, body | {"block_size": block_size, "layout": "tree"})
-        assert tree["choices"] == answer["choices"]
+        tree_answer = client.ask(CHAT, body | {"block_size": block_size, "layout": "tree"})
+        assert tree_answer["choices"] == answer["choices"]
         if block_size == "auto":  # every step chooses
             continue
         assert answer["usage"]["block_size"] == block_size
         assert answer["usage"]["layout"] == (None if block_size == 1 else "chain")
-        assert tree["usage"]["layout"] == {1: None, 2: "chain"}.get(block_size, "tree")
+        assert tree_answer["usage"]["layout"] == {1: None, 2: "chain"}.get(block_size, "tree")
 
 
 def test_usage_adds_up_and_lengths_have_openais_defaults(client: ApiClient, tiny_pair: Pair) -> None:
@@ -91,8 +91,8 @@ def test_usage_adds_up_and_lengths_have_openais_defaults(client: ApiClient, tiny
     assert usage["completion_tokens"] == 21
     assert usage["total_tokens"] == usage["prompt_tokens"] + 21
     assert usage["acceptance_length"] == 20 / usage["num_steps"]  # the first token comes from the prefill
-    one = client.ask(CHAT, body | {"max_tokens": 1})["usage"]
-    assert (one["num_steps"], one["block_size"], one["acceptance_length"]) == (0, None, None)
+    short_usage = client.ask(CHAT, body | {"max_tokens": 1})["usage"]
+    assert (short_usage["num_steps"], short_usage["block_size"], short_usage["acceptance_length"]) == (0, None, None)
     assert client.ask(CHAT, body | {"ignore_eos": True})["usage"]["total_tokens"] == MAX_LENGTH
     completion = client.ask(COMPLETIONS, {"prompt": "x", "temperature": 0})
     assert completion["usage"]["completion_tokens"] == 16
@@ -130,10 +130,10 @@ def test_stream_has_the_same_text_and_can_show_its_steps(client: ApiClient, path
     assert not any("step" in choice for chunk in plain for choice in chunk["choices"])
 
     shorter = body | {"max_tokens": 40} | ({"stop": text[15:18]} if stops else {})
-    choices, told = client.streamed(path, shorter, include_steps=True)
+    choices, shorter_usage = client.streamed(path, shorter, include_steps=True)
     steps = [choice["step"] for choice in choices if "step" in choice]
     assert [step["block_size"] for step in steps][:2] == [0, 4]
-    assert len(steps) == told["num_steps"] + 1
+    assert len(steps) == shorter_usage["num_steps"] + 1
     for step in steps:
         assert step["num_accepted"] <= len(step["texts"]) <= step["num_accepted"] + 1
         assert len(step["drafted"]) == max(step["block_size"] - 1, 0)
@@ -204,12 +204,12 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(client: ApiClient, 
     turn = {"role": "assistant", "content": text_of(first).encode("ascii", errors="ignore").decode()}
     messages = [*FIRST, turn, {"role": "user", "content": "And what is a tree?"}]
     answers = [first, *(client.ask(CHAT, chat(messages, "turns")) for _ in range(2))]
-    of_first, of_second, again = (answer["usage"] for answer in answers)
-    assert cached(of_first) == 0
-    assert of_first["prompt_tokens"] - 16 <= cached(of_second) < of_second["prompt_tokens"]
-    assert of_second["prompt_tokens"] - 17 <= cached(again) < of_second["prompt_tokens"]
-    with served(tiny_pair, num_slots=1, max_length=MAX_LENGTH, prefix_tokens=0) as without:
-        expected = [without.ask(CHAT, chat(turns, None)) for turns in (FIRST, messages, messages)]
+    first_usage, second_usage, repeated_usage = (answer["usage"] for answer in answers)
+    assert cached(first_usage) == 0
+    assert first_usage["prompt_tokens"] - 16 <= cached(second_usage) < second_usage["prompt_tokens"]
+    assert second_usage["prompt_tokens"] - 17 <= cached(repeated_usage) < second_usage["prompt_tokens"]
+    with served(tiny_pair, num_slots=1, max_length=MAX_LENGTH, prefix_tokens=0) as uncached_client:
+        expected = [uncached_client.ask(CHAT, chat(turns, None)) for turns in (FIRST, messages, messages)]
     for answer, computed in zip(answers, expected, strict=True):
         assert cached(computed["usage"]) == 0
         assert answer["choices"] == computed["choices"]

@@ -85,8 +85,8 @@ def test_chat_log_probabilities(client: ApiClient, block_size: int) -> None:
     pieces = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["content"]]
     assert [token["token"] for token in pieces] == [token["token"] for token in content]
     assert [token["logprob"] for token in pieces] == pytest.approx([token["logprob"] for token in content], abs=1e-4)
-    without = client.ask(CHAT, body | {"logprobs": False, "top_logprobs": None})
-    assert without["choices"][0]["logprobs"] is None
+    unscored_answer = client.ask(CHAT, body | {"logprobs": False, "top_logprobs": None})
+    assert unscored_answer["choices"][0]["logprobs"] is None
     (taken_only,) = client.ask(CHAT, body | {"top_logprobs": None})["choices"]
     assert {len(token["top_logprobs"]) for token in taken_only["logprobs"]["content"]} == {0}
 
@@ -118,12 +118,12 @@ def test_a_text_of_half_characters_is_one_at_every_block_size(tiny_pair: Pair, k
             check_offsets(choice)
             for size, stop in ((1, ["zz"]), (4, []), (4, ["zz", "\U0001f642z"])):
                 drafting = limited | {"block_size": size, "stop": stop}
-                again = client.ask(COMPLETIONS, drafting)["choices"][0]
+                drafted_choice = client.ask(COMPLETIONS, drafting)["choices"][0]
                 chunks, _ = client.streamed(COMPLETIONS, drafting)
-                assert (again["text"], shown(chunks)) == (text, text)
+                assert (drafted_choice["text"], shown(chunks)) == (text, text)
                 parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
                 for name in ("tokens", "text_offset"):
-                    assert again["logprobs"][name] == logprobs[name]
+                    assert drafted_choice["logprobs"][name] == logprobs[name]
                     assert [value for part in parts for value in part[name]] == logprobs[name]
         assert "\ufffd" in ends
 
@@ -165,8 +165,8 @@ def test_prompts_are_answered_as_each_is_alone(client: ApiClient, tiny_pair: Pai
 def test_a_prompt_without_the_tokenizers_special_tokens(tiny_pair: Pair) -> None:
     """Special token at the beginning of a text, as Llama's tokenizer adds it, left out on request."""
     tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer, eos_token="<eos>")
-    begins = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS_ID)])
-    tokenizer.backend_tokenizer.post_processor = begins
+    processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS_ID)])
+    tokenizer.backend_tokenizer.post_processor = processor
     try:
         with served(replace(tiny_pair, tokenizer=tokenizer)) as client:
             changes = ({}, {"add_special_tokens": True}, {"add_special_tokens": False})
@@ -203,12 +203,12 @@ def test_echo_shows_prompts_and_their_log_probabilities(client: ApiClient, tiny_
         is_likeliest = [value == max(likely.values()) for value, likely in zip(values, top, strict=True)]
         assert is_likeliest == (expected.argmax(dim=-1) == torch.tensor(tokens[1:])).tolist()
     assert is_likeliest[-6:] == [True] * 6
-    without = client.ask(COMPLETIONS, body | {"echo": max_tokens == 0})["choices"]
-    assert [choice["logprobs"] for choice in without] == [None] * 3
+    unscored_choices = client.ask(COMPLETIONS, body | {"echo": max_tokens == 0})["choices"]
+    assert [choice["logprobs"] for choice in unscored_choices] == [None] * 3
     if max_tokens:
-        for choice, answered, prompt in zip(answer["choices"], without, TEXTS, strict=True):
+        for choice, unscored_choice, prompt in zip(answer["choices"], unscored_choices, TEXTS, strict=True):
             assert choice["text"].startswith(prompt)
-            assert choice["text"].endswith(answered["text"])
+            assert choice["text"].endswith(unscored_choice["text"])
 
 
 def test_a_stream_begins_with_the_prompt(client: ApiClient) -> None:
@@ -222,8 +222,8 @@ def test_a_stream_begins_with_the_prompt(client: ApiClient) -> None:
         for name in ("tokens", "text_offset"):
             values = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
             assert values == choice["logprobs"][name]
-    nothing, _ = client.streamed(COMPLETIONS, body | {"max_tokens": 0})
-    assert [choice["finish_reason"] for choice in nothing].count("length") == 6
+    empty_chunks, _ = client.streamed(COMPLETIONS, body | {"max_tokens": 0})
+    assert [choice["finish_reason"] for choice in empty_chunks].count("length") == 6
 
 
 def test_an_echo_fills_the_context(client: ApiClient) -> None:
@@ -247,9 +247,9 @@ def test_prompt_log_probabilities_by_token_id_as_vllm_has_them(
     assert len(rows) == len(ids)
     expected = target_logprobs(tiny_pair, ids)
     for i, row in enumerate(rows[1:], 1):
-        of_token = row[str(ids[i])]
-        assert of_token["logprob"] == pytest.approx(float(expected[i - 1, ids[i]]), abs=1e-4)
-        assert of_token["decoded_token"] == text[i]
+        token_entry = row[str(ids[i])]
+        assert token_entry["logprob"] == pytest.approx(float(expected[i - 1, ids[i]]), abs=1e-4)
+        assert token_entry["decoded_token"] == text[i]
         assert num <= len(row) <= num + 1
         if num:
             likeliest = [token["logprob"] for token in row.values() if token["rank"] == 1]
@@ -288,15 +288,15 @@ def test_a_token_is_where_its_first_byte_is(tokenizer: object, data: st.DataObje
     parts = st.lists(st.sampled_from(halves) | st.integers(0, len(tokenizer) + 3).map(lambda token: [token]))
     tokens = [token for part in data.draw(parts) for token in part]
     reader, spelled, lengths = TokenReader(tokenizer), b"", []
-    read = [reader.read(token, TokenLogprobs(-1.0, ((token, -1.0),))) for token in tokens]
-    for token, token_read in zip(tokens, read, strict=True):
+    token_reads = [reader.read(token, TokenLogprobs(-1.0, ((token, -1.0),))) for token in tokens]
+    for token, token_read in zip(tokens, token_reads, strict=True):
         lengths.append(len(bytes_of(tokenizer, tokens[: len(lengths) + 1])))
         added = token_read.scored.data if lengths[-1] > len(spelled) else b""
         assert token_read.likeliest == (ScoredToken(token, token_read.scored.data, -1.0),)
         spelled += added
     assert spelled == bytes_of(tokenizer, tokens)
     characters = characters_of_bytes(spelled)
-    for first, length, token_read in zip([0, *lengths], lengths, read, strict=False):
+    for first, length, token_read in zip([0, *lengths], lengths, token_reads, strict=False):
         if length > first:
             assert token_read.offset == characters[first]
 
@@ -304,10 +304,10 @@ def test_a_token_is_where_its_first_byte_is(tokenizer: object, data: st.DataObje
 def test_special_tokens_have_a_name_and_no_characters() -> None:
     end, reader = BYTE_LEVEL.eos_token_id, TokenReader(BYTE_LEVEL)
     tokens = [*BYTE_LEVEL.encode("ab"), end, len(BYTE_LEVEL) + 7, *BYTE_LEVEL.encode("c")]
-    read = [reader.read(token, None) for token in tokens]
-    assert [token_read.scored.data for token_read in read] == [b"a", b"b", b"<|end|>", b"", b"c"]
-    assert [token_read.offset for token_read in read] == [0, 1, 2, 2, 2]
-    assert {token_read.scored.logprob for token_read in read} == {None}
+    token_reads = [reader.read(token, None) for token in tokens]
+    assert [token_read.scored.data for token_read in token_reads] == [b"a", b"b", b"<|end|>", b"", b"c"]
+    assert [token_read.offset for token_read in token_reads] == [0, 1, 2, 2, 2]
+    assert {token_read.scored.logprob for token_read in token_reads} == {None}
 
 
 def test_names_lose_no_token() -> None:

@@ -56,7 +56,7 @@ def test_a_vanished_client_frees_its_row_and_no_other(replica: Replica, tiny_pai
     app, ids = app_of(replica), tuple(tiny_pair.tokenizer("Once")["input_ids"])
     steps = generate(tiny_pair, ids, block_size=1, max_new_tokens=250)
     expected = tiny_pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True)
-    stays, streamed, plain = (send(app, body) for body in (LONG, STREAMED, LONG))
+    survivor, streamed, plain = (send(app, body) for body in (LONG, STREAMED, LONG))
     send(app, LONG).vanish()  # before it has a row
     streamed.until("data: ")
     until(lambda: replica.loop.num_in_flight == 3)
@@ -65,8 +65,8 @@ def test_a_vanished_client_frees_its_row_and_no_other(replica: Replica, tiny_pai
     assert "[DONE]" not in streamed.text
     assert plain.status != 200
     until(lambda: (replica.loop.num_in_flight, replica.loop.engine.num_active) == (1, 1))
-    assert not stays.done
-    assert json.loads(stays.finish().text)["choices"][0]["text"] == expected
+    assert not survivor.done
+    assert json.loads(survivor.finish().text)["choices"][0]["text"] == expected
     idle(replica)
 
 
@@ -76,14 +76,14 @@ def test_full_queue_is_429_before_a_prompt_is_tokenized_and_recovers(
     app = app_of(one_slot)
     accepted = [send(app, LONG) for _ in range(2)]
     until(lambda: one_slot.loop.num_in_flight == 2)
-    with monkeypatch.context() as full:
-        full.setattr(one_slot, "_requests", lambda body: pytest.fail("tokenized"))
+    with monkeypatch.context() as patch:
+        patch.setattr(one_slot, "_requests", lambda body: pytest.fail("tokenized"))
         refused = send(app, LONG).finish()
     assert refused.status == 429
     assert last_error(refused)["type"] == "rate_limit_error"
     finish(accepted)
-    again = send(app, LONG | {"max_tokens": 1}).finish()
-    assert all(map(is_whole, (*accepted, again)))
+    next_call = send(app, LONG | {"max_tokens": 1}).finish()
+    assert all(map(is_whole, (*accepted, next_call)))
 
 
 # --- failures ---
@@ -121,8 +121,8 @@ def test_a_failing_request_ends_alone(
             logits[batch.packing.firsts[1]] = math.nan
         return logits, features
 
-    stays = send(app, STREAMED | {"temperature": temperature, "seed": 1})
-    stays.until("data: ")
+    survivor = send(app, STREAMED | {"temperature": temperature, "seed": 1})
+    survivor.until("data: ")
     if cause == "policy":
         replica.loop.use(failing_policy, engine.controller)
     else:
@@ -130,8 +130,8 @@ def test_a_failing_request_ends_alone(
     fatal = send(app, LONG | {"temperature": temperature, "seed": 2}).finish()
     assert fatal.status == 500
     assert error in last_error(fatal)["message"]
-    assert not stays.done
-    assert is_whole(stays.finish())
+    assert not survivor.done
+    assert is_whole(survivor.finish())
     idle(replica)
     assert replica.loop.healthy
 
@@ -167,11 +167,11 @@ def test_repeated_engine_failures_make_health_fail(replica: Replica) -> None:
 def test_a_step_that_does_not_end_makes_health_fail(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, send: Send
 ) -> None:
-    engine, goes_on = replica.loop.engine, threading.Event()
+    engine, resume_event = replica.loop.engine, threading.Event()
     score = engine._score
 
     def hang(batch: Batch) -> Scores:
-        goes_on.wait(patient(20))
+        resume_event.wait(patient(20))
         return score(batch)
 
     monkeypatch.setattr(engine, "_score", hang)
@@ -184,7 +184,7 @@ def test_a_step_that_does_not_end_makes_health_fail(
     assert (health.status, status) == (503, "stalled")
     with pytest.raises(RuntimeError, match="broken"):
         replica.check_health()
-    goes_on.set()
+    resume_event.set()
     assert stuck.finish().status == 200
     assert replica.loop.healthy
 
@@ -245,8 +245,8 @@ def test_only_the_engines_thread_keeps_a_team_of_openmps(tiny_pair: Pair, monkey
 
 def test_a_server_that_drains_refuses_what_is_new_and_finishes_the_rest(replica: Replica, send: Send) -> None:
     app = app_of(replica)
-    stays = send(app, STREAMED)
-    stays.until("data: ")
+    survivor = send(app, STREAMED)
+    survivor.until("data: ")
     app.state.api.draining = True
     late, health = send(app, LONG), send(app, {}, "/health", "GET")
     finish((late, health))
@@ -254,7 +254,7 @@ def test_a_server_that_drains_refuses_what_is_new_and_finishes_the_rest(replica:
     assert last_error(late)["code"] == "shutting_down"
     assert json.loads(health.text)["status"] == "draining"
     assert app.state.api.num_open == 1
-    assert is_whole(stays.finish())
+    assert is_whole(survivor.finish())
     assert app.state.api.num_open == 0
 
 
@@ -281,23 +281,23 @@ def test_what_does_not_end_in_time_ends_with_an_error(replica: Replica, by: str,
 def test_a_request_has_until_its_deadline_and_then_frees_its_row(replica: Replica, send: Send) -> None:
     app = app_of(replica)
     plain, streamed = send(app, LONG | {"timeout_s": 0.1}), send(app, STREAMED | {"timeout_s": 0.3})
-    stays = send(app, LONG)
+    survivor = send(app, LONG)
     assert plain.finish().status == 504
     assert "0.1 s" in last_error(plain, "timeout_s")["message"]
     assert streamed.finish().status == 200
     assert last_error(streamed)["code"] == "deadline_exceeded"
-    assert not stays.done
+    assert not survivor.done
     until(lambda: replica.loop.engine.num_active == 1)
-    assert is_whole(stays.finish())
+    assert is_whole(survivor.finish())
 
 
 def test_a_request_that_waits_for_a_slot_has_the_servers_deadline_at_most(one_slot: Replica, send: Send) -> None:
-    decodes = send(app_of(one_slot), LONG)
+    running_call = send(app_of(one_slot), LONG)
     until(lambda: one_slot.loop.engine.num_active == 1)
-    waits = send(app_of(one_slot, limits=Limits(timeout_s=0.1)), LONG | {"timeout_s": 60})
-    assert waits.finish().status == 504
-    assert not decodes.done
-    decodes.finish()
+    waiting_call = send(app_of(one_slot, limits=Limits(timeout_s=0.1)), LONG | {"timeout_s": 60})
+    assert waiting_call.finish().status == 504
+    assert not running_call.done
+    running_call.finish()
     idle(one_slot)
 
 
@@ -313,6 +313,6 @@ def test_every_exchange_is_reported_once_with_its_status(replica: Replica, send:
     idle(replica)
     assert sorted(exchange.status for exchange in reported) == [200, 200, 400, 404, GONE, GONE, 504, 504]
     assert {exchange.path for exchange in reported} == {COMPLETIONS}
-    known = {exchange.model for exchange in reported if exchange.status in (200, GONE, 504)}
-    assert known == {replica.pair.id.target}
+    models = {exchange.model for exchange in reported if exchange.status in (200, GONE, 504)}
+    assert models == {replica.pair.id.target}
     assert all(exchange.seconds >= 0 for exchange in reported)

@@ -43,8 +43,8 @@ def test_each_key_opens_and_health_and_the_page_need_none(replica: Replica) -> N
             response = client.post(COMPLETIONS, json=SHORT, headers={"Authorization": header})
             assert response.status_code == 200
         assert client.get("/health").json() == {"status": "ok"}
-        told = client.get("/health", headers={"Authorization": "Bearer first-key"}).json()
-        assert list(told) == ["status", "models"]
+        health = client.get("/health", headers={"Authorization": "Bearer first-key"}).json()
+        assert list(health) == ["status", "models"]
         page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in page.headers["content-security-policy"]

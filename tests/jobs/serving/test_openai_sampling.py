@@ -43,8 +43,8 @@ def library_text(pair: Pair, sampling: Sampling) -> str:
 def test_each_field_gives_the_librarys_text_at_every_block_size(
     client: ApiClient, tiny_pair: Pair, fields: dict[str, Any], temperature: float
 ) -> None:
-    of_library = fields | {"logit_bias": tuple(fields.get("logit_bias", {}).items())}
-    expected = library_text(tiny_pair, Sampling(temperature=temperature, seed=3, **of_library))
+    library_fields = fields | {"logit_bias": tuple(fields.get("logit_bias", {}).items())}
+    expected = library_text(tiny_pair, Sampling(temperature=temperature, seed=3, **library_fields))
     for block_size in (1, 4):
         body = BODY | {"temperature": temperature, "block_size": block_size}
         assert text_of(client.ask(COMPLETIONS, body | fields)) == expected
@@ -63,19 +63,19 @@ def test_stop_tokens_of_the_request_end_it_without_their_text(client: ApiClient,
     assert answer["usage"]["completion_tokens"] == index + 1
     assert whole["text"].startswith(text_of(answer))
     assert not text_of(answer).endswith(stop)
-    later = client.ask(COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": index + 2})
-    assert later["usage"]["completion_tokens"] >= index + 2
-    assert stop not in text_of(later)[: index + 1]  # its probability is 0 until then
+    late_answer = client.ask(COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": index + 2})
+    assert late_answer["usage"]["completion_tokens"] >= index + 2
+    assert stop not in text_of(late_answer)[: index + 1]  # its probability is 0 until then
 
 
 def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: ApiClient) -> None:
-    ends = BODY | {"logit_bias": {str(EOS_ID): 100}, "ignore_eos": False}
-    goes_on = ends | {"ignore_eos": True}
+    eos_body = BODY | {"logit_bias": {str(EOS_ID): 100}, "ignore_eos": False}
+    endless_body = eos_body | {"ignore_eos": True}
     for body, num, finish_reason in (
-        (ends, 1, "stop"),
-        (goes_on, 40, "length"),
-        (goes_on | {"min_tokens": 40}, 40, "length"),
-        (goes_on | {"stop_token_ids": [EOS_ID]}, 1, "stop"),
+        (eos_body, 1, "stop"),
+        (endless_body, 40, "length"),
+        (endless_body | {"min_tokens": 40}, 40, "length"),
+        (endless_body | {"stop_token_ids": [EOS_ID]}, 1, "stop"),
     ):
         answer = client.ask(COMPLETIONS, body)
         assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (num, finish_reason)
@@ -132,8 +132,8 @@ def test_the_template_reads_what_a_request_hands_it(reader: ApiClient, change: J
 @pytest.mark.parametrize("content", ["Once upon", "Once <eos> upon"])
 def test_an_answer_can_go_on_with_the_last_message(reader: ApiClient, content: str) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": content}]
-    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
-    answer = reader.ask(CHAT, {"messages": messages, "max_tokens": 12, "seed": 1} | goes_on)
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = reader.ask(CHAT, {"messages": messages, "max_tokens": 12, "seed": 1} | options)
     prompt = f"<user>{QUESTION[0]['content']}\n<assistant>{content}"
     assert answer["usage"]["prompt_tokens"] == len(prompt)  # a control token in a text is text
 

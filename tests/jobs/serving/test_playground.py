@@ -185,8 +185,8 @@ def test_looked_up_tokens_have_another_colour_in_tree_text_and_legend(page: "Pag
         page.click(f".bars i:nth-child({i})")
         check_tree(page, step)
         num_looked_up = sum(source >= LOOKED_UP for source in step.tree.sources)
-        told = f" proposed ({num_looked_up} looked up), " if num_looked_up else " drafted, "
-        assert told in page.inner_text(".caption")
+        caption = f" proposed ({num_looked_up} looked up), " if num_looked_up else " drafted, "
+        assert caption in page.inner_text(".caption")
         for name in ("draft", "lookup", "both"):
             for node in page.locator(f".tree .node.{name}").all()[:1]:
                 colours[name] = node.evaluate("node => getComputedStyle(node).borderTopColor")

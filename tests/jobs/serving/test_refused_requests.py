@@ -111,8 +111,8 @@ def test_errors_say_what_is_allowed(client: ApiClient) -> None:
 def test_values_that_change_nothing_are_taken(client: ApiClient) -> None:
     body = {"messages": QUESTION, "max_tokens": 8, "seed": 1}
     unchanged = client.ask(CHAT, body)["choices"]
-    of_others = [{name: value} for name, values in NEUTRAL.items() for value in (*values, None)]
-    for change in (*of_others, *NEUTRAL_HERE):
+    neutral_fields = [{name: value} for name, values in NEUTRAL.items() for value in (*values, None)]
+    for change in (*neutral_fields, *NEUTRAL_HERE):
         assert client.ask(CHAT, body | change)["choices"] == unchanged
 
 

@@ -77,9 +77,11 @@ def name(tiny_pair_dirs: tuple[Path, Path]) -> str:
 
 def test_models_share_a_server_by_name(server: Server, client: openai.OpenAI, second: str, name: str) -> None:
     assert {model.id: model.model_dump()["root"] for model in client.models.list()} == {name: name, "second": second}
-    first, other, again = (client.completions.create(**SHORT | {"model": of}) for of in ("target", "other", "second"))
+    first, other, alias_answer = (
+        client.completions.create(**SHORT | {"model": model}) for model in ("target", "other", "second")
+    )
     assert first.choices[0].text != other.choices[0].text
-    assert again.choices == other.choices
+    assert alias_answer.choices == other.choices
     assert (first.model, other.model, first.usage.model_dump()["block_size"]) == (name, "second", 3)
     with pytest.raises(openai.NotFoundError, match=r"this server has .*, 'second'"):
         client.completions.create(model=second, prompt="a")
@@ -213,10 +215,10 @@ def documented_metrics() -> dict[str, tuple[str, set[str]]]:
 def exposed_metrics(text: str) -> dict[str, tuple[str, set[str]]]:
     """Type and labels by metric in Prometheus' format, without the labels that Serve and Ray add to all metrics."""
     samples = re.findall(r"^(ray_blockpilot_\w+?)(?:_bucket|_sum|_count)?\{(.*)\}", text, re.MULTILINE)
-    labels = {name: set(re.findall(r'(\w+)="', shown)) - {"le"} for name, shown in samples}
-    everywhere = set[str].intersection(*labels.values()) - {"model"} if labels else set()
+    labels = {name: set(re.findall(r'(\w+)="', label_text)) - {"le"} for name, label_text in samples}
+    common_labels = set[str].intersection(*labels.values()) - {"model"} if labels else set()
     kinds = re.findall(r"^# TYPE (ray_blockpilot_\w+) (\w+)", text, re.MULTILINE)
-    return {name: (kind, labels[name] - everywhere) for name, kind in kinds}
+    return {name: (kind, labels[name] - common_labels) for name, kind in kinds}
 
 
 def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, metrics_port: int) -> None:
@@ -272,13 +274,13 @@ def finished_by_replica(metrics_port: int) -> Counter[str]:
 
 def test_more_requests_than_rows_spill_over(server: Server, client: openai.OpenAI, metrics_port: int) -> None:
     """Requests with one prompt_cache_key: its replica has 4 rows; the others take requests before its queue grows."""
-    same: dict[str, Any] = {"model": "second", "messages": conversation(0, 1), "temperature": 1, "max_tokens": 600}
-    same |= {"extra_body": {"prompt_cache_key": "all"}}
+    body: dict[str, Any] = {"model": "second", "messages": conversation(0, 1), "temperature": 1, "max_tokens": 600}
+    body |= {"extra_body": {"prompt_cache_key": "all"}}
     server.until("second", {"num_in_flight": 0})
     time.sleep(2)  # processes export every second
     before = finished_by_replica(metrics_port)
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda seed: client.chat.completions.create(**same, seed=seed), range(12)))
+        answers = list(pool.map(lambda seed: client.chat.completions.create(**body, seed=seed), range(12)))
     assert all(answer.usage.completion_tokens > 0 for answer in answers)
     wait_until(lambda: (finished_by_replica(metrics_port) - before).total() == 12, 30)
     assert len(numbers := finished_by_replica(metrics_port) - before) > 1
@@ -286,13 +288,13 @@ def test_more_requests_than_rows_spill_over(server: Server, client: openai.OpenA
 
 
 def test_turns_return_to_their_replica_and_move_on_when_it_is_lost(server: Server, client: openai.OpenAI) -> None:
-    _, size_of_first = num_cached(client, 99, 1)
+    _, first_size = num_cached(client, 99, 1)
     for number in range(NUM_CONVERSATIONS):
         num_cached(client, number, 1)
     # All of the first turn but an unfinished page; the system prompt alone would be less than half of it.
     for number in range(NUM_CONVERSATIONS):
         cached, size = num_cached(client, number, 2)
-        assert cached > size - 80 > size_of_first / 2
+        assert cached > size - 80 > first_size / 2
     os.kill(server.model("second")["pid"], signal.SIGKILL)
     for number in range(NUM_CONVERSATIONS):  # none is refused
         assert num_cached(client, number, 3)[1] > 0

@@ -108,10 +108,10 @@ def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(serve, "num_cores", lambda: 8)
     one, three = ModelConfig(), ModelConfig(resources=ReplicaResources(num_actors=2), max_replicas=3)
-    asked = ModelConfig(resources=ReplicaResources(num_cpus=2))
+    two_cpus = ModelConfig(resources=ReplicaResources(num_cpus=2))
     assert serve.replica_cpus(one, (one,), alone=True) == (8, "all 8 cores of this machine")
     assert serve.replica_cpus(one, (one, three), alone=True) == (2, "1/4 of the 8 cores of this machine")
-    assert serve.replica_cpus(asked, (asked, three), alone=True) == (2, "num_cpus 2")
+    assert serve.replica_cpus(two_cpus, (two_cpus, three), alone=True) == (2, "num_cpus 2")
     assert serve.replica_cpus(one, (one, *[three] * 3), alone=True).num == 1  # more replicas than cores
     assert serve.replica_cpus(one, (one,), alone=False) == (1, "one core of a cluster")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -142,7 +142,7 @@ def test_a_model_answers_to_its_target_by_default_and_otherwise_to_the_names_tha
     assert names == {target: target, slug: target, "chat": "chat", "gpt-4o": "chat"}
     assert list(ServeConfig(pair=pinned.pair, others=(renamed,)).deployments) == ["qwen3-4b", "qwen3-4b_1"]
     for models, name in (((pinned, pinned), target), ((pinned, renamed, renamed), "chat")):
-        with pytest.raises(ValueError, match=f"name '{name}' of two models: served_model_name gives each"):
+        with pytest.raises(ValueError, match=f"name '{name}' of two models: set served_model_name"):
             models_by_name(models)
     for names, complaint in (("aa", "repeated name 'a'"), (("a", ""), "empty name ''"), ((" ",), "empty name ' '")):
         for config in (ServeConfig, ModelConfig):
@@ -170,20 +170,20 @@ def test_the_deploy_file_is_one_that_serve_takes(
     text = file.read_text()
     assert "a-secret-key" not in text
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    written = ServeDeploySchema.model_validate(yaml.safe_load(text))
-    (app,) = written.applications
-    assert (written.http_options.host, written.http_options.port) == ("127.0.0.1", 8123)
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    (app,) = schema.applications
+    assert (schema.http_options.host, schema.http_options.port) == ("127.0.0.1", 8123)
     assert app.import_path == "jobs.serve:build_app"
     assert app.runtime_env["env_vars"]["MLFLOW_TRACKING_URI"] == store
     (deployment,) = app.deployments
-    followed = {"policy": "auto", "store": store, "follow_s": 20.0, "folder": str(tmp_path / "runs/serve")}
-    assert (deployment.name, deployment.user_config) == ("target", followed)
-    again = ServeConfig(**app.args)
-    assert again.models[0].pair == pair_config
-    assert (again.num_slots, again.policy, again.needs_api_key) == (2, "auto", True)
+    user_config = {"policy": "auto", "store": store, "follow_s": 20.0, "folder": str(tmp_path / "runs/serve")}
+    assert (deployment.name, deployment.user_config) == ("target", user_config)
+    loaded_config = ServeConfig(**app.args)
+    assert loaded_config.models[0].pair == pair_config
+    assert (loaded_config.num_slots, loaded_config.policy, loaded_config.needs_api_key) == (2, "auto", True)
     monkeypatch.delenv("BLOCKPILOT_API_KEY")
     with pytest.raises(ValueError, match="needs_api_key: there is none in BLOCKPILOT_API_KEY"):
-        build_app(again)
+        build_app(loaded_config)
 
 
 # --- addresses that the server listens on, and its own name for them ---
@@ -308,9 +308,9 @@ def test_health_and_the_first_line_say_what_was_chosen_and_why(server: Server) -
 def test_what_listens_beyond_loopback_is_rays(server: Server) -> None:
     sockets, port = listeners(server.process.pid), int(server.root.rpartition(":")[2])
     assert port in {listener.port for listener in sockets if listener.on_loopback}
-    beyond = {listener.command for listener in sockets if not listener.on_loopback}
-    assert beyond
-    assert not [command for command in beyond if not any(name in command for name in DOCUMENTED_LISTENERS)]
+    open_commands = {listener.command for listener in sockets if not listener.on_loopback}
+    assert open_commands
+    assert not [command for command in open_commands if not any(name in command for name in DOCUMENTED_LISTENERS)]
     with pytest.raises(ValueError, match=re.escape(f"cannot listen on {HOST}:{port} ")):
         serve._wait_for_port(HOST.strip("[]"), port)
 

@@ -125,9 +125,9 @@ def test_a_bad_grammar_is_400_in_words(client: ApiClient, structure: JsonObject,
 
 def test_a_stalling_grammar_is_refused_and_disturbs_no_neighbour(client: ApiClient) -> None:
     """Grammar for a least common multiple, whose compilation takes minutes: refused while other requests go on."""
-    beside = PROMPT_BODY | {"max_tokens": 300, "temperature": 0}
+    neighbour_body = PROMPT_BODY | {"max_tokens": 300, "temperature": 0}
     seconds = list[float]()
-    with neighbour(client, beside):
+    with neighbour(client, neighbour_body):
         for _ in range(2):
             started = time.monotonic()
             refused = client.refusal(
@@ -146,12 +146,12 @@ class Pet(BaseModel):
 
 def test_the_openai_client_parses_into_its_own_classes(replica: Replica) -> None:
     with over_http(app_of(replica)) as root, openai.OpenAI(base_url=f"{root}/v1", api_key="none") as client:
-        asked: Any = {"model": "target", "messages": QUESTION, "max_tokens": 200, "seed": 3}
-        parsed = client.chat.completions.parse(response_format=Pet, **asked)
+        request: Any = {"model": "target", "messages": QUESTION, "max_tokens": 200, "seed": 3}
+        parsed = client.chat.completions.parse(response_format=Pet, **request)
         assert isinstance(parsed.choices[0].message.parsed, Pet)
-        with client.chat.completions.stream(response_format=Pet, **asked) as stream:
-            again = stream.get_final_completion()
-        assert again.choices[0].message.parsed == parsed.choices[0].message.parsed
+        with client.chat.completions.stream(response_format=Pet, **request) as stream:
+            streamed = stream.get_final_completion()
+        assert streamed.choices[0].message.parsed == parsed.choices[0].message.parsed
 
 
 # --- cache of compiled grammars: its entries, their eviction, and what an error keeps alive of its request ---
@@ -170,19 +170,19 @@ class Held:
     """Object that a request holds while its grammar is compiled."""
 
 
-async def refused(grammars: Grammars, asked: Grammar | Calls) -> tuple[Exception, "weakref.ref[Held]"]:
+async def refused(grammars: Grammars, grammar: Grammar | Calls) -> tuple[Exception, "weakref.ref[Held]"]:
     held = Held()
     with pytest.raises((GrammarError, ApiError)) as caught:
-        await grammars.compile(asked)
+        await grammars.compile(grammar)
     return caught.value, weakref.ref(held)
 
 
 def test_a_wrong_grammar_raises_a_new_error_each_time_that_keeps_nothing(grammars: Grammars) -> None:
-    first, _ = asyncio.run(refused(grammars, WRONG))
-    again, held = asyncio.run(refused(grammars, WRONG))
-    assert str(first) == str(again)
-    assert first is not again
-    del first, again
+    first_error, _ = asyncio.run(refused(grammars, WRONG))
+    second_error, held = asyncio.run(refused(grammars, WRONG))
+    assert str(first_error) == str(second_error)
+    assert first_error is not second_error
+    del first_error, second_error
     gc.collect()
     assert held() is None
 
@@ -197,8 +197,8 @@ def test_a_process_that_somebody_else_ends_says_nothing_about_the_grammar(
         os.kill(trial.pid, signal.SIGKILL)
         return answer(trial, question, patience_s)
 
-    with monkeypatch.context() as killing:
-        killing.setattr(module, "_answer", ended)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_answer", ended)
         error, _ = asyncio.run(refused(grammars, Grammar("regex", "b")))
     assert isinstance(error, ApiError)
     assert error.status == 503
@@ -231,19 +231,19 @@ def test_results_are_kept_up_to_a_number_of_bytes_the_latest_ones(grammars: Gram
     schema, before = json.dumps({"type": "object", "properties": names}), grammars._kept.num_bytes
     asyncio.run(grammars.compile(Grammar("json", schema)))
     assert grammars._kept.num_bytes - before > len(schema)
-    kept = Kept(max_bytes=100)
+    cache = Kept(max_bytes=100)
     keys = [("Grammar", str(i), None, None) for i in range(4)]
     for key in keys[:2]:
-        kept.put(key, "wrong", 50)
-    assert kept.get(keys[0]) == "wrong"  # is now the latest
-    kept.put(keys[2], "wrong", 50)
-    assert [kept.get(key) for key in keys[:3]] == ["wrong", None, "wrong"]
-    kept.put(keys[3], "wrong", 1000)  # one is kept, however large
-    assert [kept.get(key) for key in keys] == [None, None, None, "wrong"]
-    assert kept.num_bytes == 1000
+        cache.put(key, "wrong", 50)
+    assert cache.get(keys[0]) == "wrong"  # is now the latest
+    cache.put(keys[2], "wrong", 50)
+    assert [cache.get(key) for key in keys[:3]] == ["wrong", None, "wrong"]
+    cache.put(keys[3], "wrong", 1000)  # one is kept, however large
+    assert [cache.get(key) for key in keys] == [None, None, None, "wrong"]
+    assert cache.num_bytes == 1000
     for i in range(200):
-        kept.put(("Grammar", f"{i}", "regex", None), "wrong", 0)
-    assert len(kept._results) == module.MAX_KEPT
+        cache.put(("Grammar", f"{i}", "regex", None), "wrong", 0)
+    assert len(cache._results) == module.MAX_KEPT
 
 
 DEEPEST = """
@@ -278,12 +278,12 @@ def test_a_chain_of_rules_that_is_taken_does_not_end_the_replica(tiny_pair_dirs:
     default stack of a thread is 1 MiB, less than that of an unlimited process (2 MiB)."""
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", DEEPEST, *map(str, tiny_pair_dirs)],
         env=environment, capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (2**20, hard)),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    *_, taken, _, after = done.stdout.split()
+    assert result.returncode == 0, result.stderr[-2000:]
+    *_, taken, _, after = result.stdout.split()
     assert int(taken) >= 500
     assert after == "True"

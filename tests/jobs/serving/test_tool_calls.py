@@ -146,7 +146,7 @@ def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: ApiC
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is not one of the tools"),
         ({"tools": [], "tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
-        ({"structured_outputs": {"regex": "a+"}}, "one is needed"),
+        ({"structured_outputs": {"regex": "a+"}}, "choose one"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "y"}}}}, "response_format"),
         ({"tools": [unknown_type(strict=True)]}, "tools: tool 'x': no grammar can enforce properties.a.type"),
         ({"tools": [unknown_type()], "tool_choice": "required"}, "tools: tool 'x'"),
@@ -175,8 +175,8 @@ def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: ApiCli
     is_llama = family_here(replica) == "llama"
     for char, seed in [("<", 1), ("{", 1), ("{", 2), ("{", 3)]:
         (token,) = byte_tokenizer()(char)["input_ids"]
-        first = {"seed": seed, "temperature": 2.0, "logit_bias": {str(token): 90}, "min_tokens": 1}
-        choice = client.ask(CHAT, body | first)["choices"][0]
+        sampling = {"seed": seed, "temperature": 2.0, "logit_bias": {str(token): 90}, "min_tokens": 1}
+        choice = client.ask(CHAT, body | sampling)["choices"][0]
         message = choice["message"]
         if choice["finish_reason"] == "tool_calls":
             assert char == "<" or is_llama
@@ -198,19 +198,19 @@ def test_what_ends_inside_a_call_keeps_its_text(client: ApiClient, replica: Repl
     whole = client.ask(CHAT, body)["choices"][0]
     chunks, _ = client.streamed(CHAT, body)
     calls = whole["message"].get("tool_calls", [])
-    said = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
+    whole_text = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
     content, arguments = shown(chunks), "".join(call["arguments"] for call in streamed_calls(chunks))
     if whole["finish_reason"] == "stop":  # a cut call is text, so that no client takes it for a whole one
         assert all(json.loads(call["function"]["arguments"]) for call in calls)
-        assert said.startswith(content)
-        assert arguments in said
+        assert whole_text.startswith(content)
+        assert arguments in whole_text
     else:
-        assert content + arguments == said
+        assert content + arguments == whole_text
     assert whole["finish_reason"] == chunks[-1]["finish_reason"]
     cut = "max_tokens" in end
     if cut or end["stop"][0] in TEXTS[family_here(replica)]:
         assert whole["finish_reason"] == ("length" if cut else "stop")
-        assert said
+        assert whole_text
 
 
 class Place(BaseModel):
@@ -221,16 +221,16 @@ class Place(BaseModel):
 
 @all_families
 def test_the_openai_clients_own_helpers_parse_calls(replica: Replica) -> None:
-    asked: Any = {"model": "target", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required"}
-    asked |= {"tools": [openai.pydantic_function_tool(Place)], "parallel_tool_calls": False}
+    request: Any = {"model": "target", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required"}
+    request |= {"tools": [openai.pydantic_function_tool(Place)], "parallel_tool_calls": False}
     with over_http(app_of(replica)) as root, openai.OpenAI(base_url=f"{root}/v1", api_key="none") as client:
-        parsed = client.chat.completions.parse(**asked).choices[0].message.tool_calls
+        parsed = client.chat.completions.parse(**request).choices[0].message.tool_calls
         assert parsed is not None
         assert isinstance(parsed[0].function.parsed_arguments, Place)
-        with client.chat.completions.stream(**asked) as stream:
-            again = stream.get_final_completion().choices[0].message.tool_calls
-        assert again is not None
-        assert again[0].function.parsed_arguments == parsed[0].function.parsed_arguments
+        with client.chat.completions.stream(**request) as stream:
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed is not None
+        assert streamed[0].function.parsed_arguments == parsed[0].function.parsed_arguments
 
 
 def test_families_are_told_by_their_templates() -> None:

@@ -72,8 +72,8 @@ def test_every_kind_of_request_is_answered(name: str, temperature: float, client
 @pytest.mark.parametrize("replica", ["more tokens"], indirect=True)
 def test_a_prompt_with_a_token_that_has_no_row_is_refused(client: ApiClient) -> None:
     error = client.refusal(CHAT, {"messages": [{"role": "user", "content": f"say {MORE}"}], "max_tokens": 4})
-    told = "prompt token 260: must be 0 to 259, the target embeds no other"
-    assert (error["message"], error["param"]) == (told, "messages")
+    message = "prompt token 260: must be 0 to 259, the target embeds no other"
+    assert (error["message"], error["param"]) == (message, "messages")
 
 
 def test_no_token_beyond_the_embedding_is_a_stop() -> None:

@@ -58,9 +58,9 @@ def problems(client: str, python: Path, url: str) -> dict[str, str]:
     tokenizer = find_target(EMBEDDED_TARGET).directory
     settings = json.dumps({"url": url, "model": "target", "tokenizer": str(tokenizer)})
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command, told = [python, WORKER, client, settings], {"env": variables, "timeout": patient(600)}
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **told).stdout
-    cases = map(json.loads, said.splitlines())
+    command, options = [python, WORKER, client, settings], {"env": variables, "timeout": patient(600)}
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **options).stdout
+    cases = map(json.loads, output.splitlines())
     return {case["what"]: case["problem"] for case in cases}
 
 

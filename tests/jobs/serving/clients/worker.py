@@ -223,11 +223,11 @@ def litellm(settings: Settings) -> Uses:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm
 
-    asked = [{"role": "user", "content": QUESTION}]
+    question = [{"role": "user", "content": QUESTION}]
     server = {"api_base": f"{settings['url']}/v1", "api_key": _key(), "temperature": 0, "max_tokens": LENGTH}
     sampling = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"50": -100}, "seed": 1, "n": 2}
 
-    def chat(provider: str, messages: list[Any] = asked, **more: Any) -> Any:
+    def chat(provider: str, messages: list[Any] = question, **more: Any) -> Any:
         return litellm.completion(model=f"{provider}/{settings['model']}", messages=messages, **server | more)
 
     def streamed(provider: str) -> str:
@@ -236,7 +236,7 @@ def litellm(settings: Settings) -> Uses:
     def tool_loop(provider: str) -> object:
         answer = chat(provider, tools=[TOOL], tool_choice="required").choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "planned"} for call in answer.tool_calls]
-        return chat(provider, [*asked, answer.model_dump(), *results], tools=[TOOL]).choices
+        return chat(provider, [*question, answer.model_dump(), *results], tools=[TOOL]).choices
 
     def too_long(provider: str) -> object:
         try:

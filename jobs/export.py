@@ -28,6 +28,7 @@ USES = {
     "sglang": "python -m sglang.launch_server --model-path {target} --config {file}",
 }
 Method = Literal["dflash", "dspark", "eagle3"]
+IDLE_DRAFT = 0.15  # of a vLLM step with 0 drafted tokens: a loaded draft still reads every accepted token (LOG.md)
 
 
 class ExportConfig(Config):
@@ -81,7 +82,8 @@ def run(config: ExportConfig) -> ExportResult:
     ):
         raise ValueError(f"price and sweep are not of the same models ({mismatch})")
     batch_sizes = range(1, (config.max_batch_size or price.rows) + 1)
-    chosen = choose_static(swept.totals, price, batch_sizes)
+    idle_draft = IDLE_DRAFT if config.engine == "vllm" and not config.single else 0.0
+    chosen = choose_static(swept.totals, price, batch_sizes, idle_draft=idle_draft)
     show(chosen, swept, price, config.engine)
     file = config.output / FILES[config.engine]
     write_text(file, to_text(config, chosen, swept.metadata, price))

@@ -48,31 +48,41 @@ class StaticChoices(NamedTuple):
     single: int
 
 
-def choose_static(totals: Mapping[int, PromptTotals], price: StepPrice, batch_sizes: Sequence[int]) -> StaticChoices:
+def choose_static(
+    totals: Mapping[int, PromptTotals], price: StepPrice, batch_sizes: Sequence[int], *, idle_draft: float = 0.0
+) -> StaticChoices:
     """Best block size of each batch size; ties go to the smallest.
 
-    totals: by block size. Plain decoding (block size 1, one token per step) is always a candidate. Raises ValueError
-    for fewer than two prompts.
+    totals: by block size. Plain decoding (block size 1, one token per step) is always a candidate. idle_draft: share
+    of a plain step by which a loaded draft slows block size 1 down, if it drafts at any other batch size. Raises
+    ValueError for fewer than two prompts.
     """
     num_prompts = len(next(iter(totals.values())).steps) if totals else 0
     if num_prompts < 2:
         raise ValueError(f"{num_prompts} prompts: intervals need at least 2")
     plain_decoding = {1: PromptTotals(np.ones(num_prompts), np.ones(num_prompts))}
     by_size = dict(sorted((dict(totals) | plain_decoding).items()))
-    relative_cost = {size: [price.relative([size], batch_size)[0] for batch_size in batch_sizes] for size in by_size}
-    speedups = {
-        size: [size_totals.tau / seconds for seconds in relative_cost[size]] for size, size_totals in by_size.items()
-    }
-    single = max(by_size, key=lambda size: sum(map(math.log, speedups[size])))
+    cost = {size: [price.relative([size], batch_size)[0] for batch_size in batch_sizes] for size in by_size}
+
+    def speedup_of(size: int, index: int) -> float:
+        return by_size[size].tau / cost[size][index]
+
+    def best_size(index: int) -> int:
+        return max(by_size, key=lambda size: speedup_of(size, index))
+
+    indices = range(len(batch_sizes))
+    single = max(by_size, key=lambda size: sum(math.log(speedup_of(size, i)) for i in indices))
+    single_cost = cost[single]
+    if any(best_size(i) > 1 for i in indices):
+        cost[1] = [(1 + idle_draft) * seconds for seconds in cost[1]]
     choices = []
     for i, batch_size in enumerate(batch_sizes):
-        best_size = max(by_size, key=lambda size: speedups[size][i])
-        best_totals, single_totals = by_size[best_size], by_size[single]
+        size = best_size(i)
+        best_totals, single_totals = by_size[size], by_size[single]
         tau = _interval([best_totals.emitted], [best_totals.steps])
         gain = _interval([best_totals.emitted, single_totals.steps], [best_totals.steps, single_totals.emitted])
-        speedup = _scaled(tau, 1 / relative_cost[best_size][i])
-        over_single = _scaled(gain, relative_cost[single][i] / relative_cost[best_size][i])
-        choices.append(StaticChoice(batch_size, best_size, tau, speedup, over_single))
+        speedup, over_single = _scaled(tau, 1 / cost[size][i]), _scaled(gain, single_cost[i] / cost[size][i])
+        choices.append(StaticChoice(batch_size, size, tau, speedup, over_single))
     return StaticChoices(choices, single)
 
 

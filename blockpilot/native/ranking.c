@@ -72,18 +72,6 @@ static uint64_t mixed(uint64_t x) /* the finaliser of splitmix64 */
 static double uniform(uint64_t key, uint64_t number) { return ((mixed(key + number * step) >> 12) + 0.5) * 0x1p-52; }
 static double waiting(uint64_t key, uint64_t number) { return -log1p(-uniform(key, number)); }
 
-static inline float at(const stored *row, long i)
-{
-#ifdef BFLOAT16
-    uint32_t number = (uint32_t)row[i] << 16;
-    float found;
-    memcpy(&found, &number, sizeof found);
-    return found;
-#else
-    return row[i];
-#endif
-}
-
 /* LANES numbers of a row [size] from index i on; -INFINITY past its end. */
 static inline lanes vector(const stored *row, long size, long i)
 {
@@ -92,7 +80,7 @@ static inline lanes vector(const stored *row, long size, long i)
         return load(row + i);
     found -= INFINITY;
     for (long lane = 0; i + lane < size; lane++)
-        found[lane] = at(row, i + lane);
+        found[lane] = number(row + i + lane);
     return found;
 }
 
@@ -244,8 +232,8 @@ static void race(const stored *row, long size, const struct subset *subset, floa
         int64_t token = uniform(key, i + ARRIVALS) * all;
         long place = place_of(subset, token = token < all ? token : all - 1);
         time += waiting(key, i) / all;
-        if (place >= 0 && at(row, place) >= least)
-            rank(ranking, token, at(row, place) / temperature - log(time));
+        if (place >= 0 && number(row + place) >= least)
+            rank(ranking, token, number(row + place) / temperature - log(time));
     }
     double until = log(time), rounding = ROUNDING * temperature + 1e-6 * fabsf(top);
     for (long i = 0; i < size; i += LANES) {
@@ -314,7 +302,7 @@ void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const 
             values[i * num + place] = is_found ? ranking.values[place] - total : -INFINITY;
             if (log_probs)
                 log_probs[i * num + place] =
-                    is_found ? at(row, place_of(&subset, ranking.tokens[place])) / temperature - total : -INFINITY;
+                    is_found ? number(row + place_of(&subset, ranking.tokens[place])) / temperature - total : -INFINITY;
         }
     }
 }

@@ -60,6 +60,21 @@ def test_every_batch_size_gets_the_block_size_with_the_most_tokens_a_second(
     assert by_range == {choice.batch_size: choice.block_size for choice in chosen.choices}
 
 
+def test_a_loaded_draft_slows_plain_decoding_unless_nothing_is_drafted() -> None:
+    """Batch sizes 1 and 8, tau 1.5 at block size 2: it costs 1.25 plain steps for one row, 1.6 for eight."""
+    totals = totals_of({2: [15, 30]}, {2: [10, 20]})
+    step_price = price(row_s=0.0, launch_s=0.2, slot_s=0.0, token_s=0.05, tile_s=0.0)
+    for idle_draft, sizes in ((0.0, [2, 1]), (0.05, [2, 1]), (0.1, [2, 2])):
+        chosen = choose_static(totals, step_price, [1, 8], idle_draft=idle_draft)
+        assert [choice.block_size for choice in chosen.choices] == sizes
+    slowed = choose_static(totals, step_price, [1, 8], idle_draft=0.05)
+    assert slowed.choices[1].speedup.value == pytest.approx(1 / 1.05)
+    assert slowed.single == 2
+    assert slowed.choices[1].over_single.value == pytest.approx(1.6 / 1.5 / 1.05)
+    alone = choose_static(totals, step_price, [8, 16], idle_draft=0.1)  # nothing is drafted: no draft is loaded
+    assert [(c.block_size, c.speedup.value) for c in alone.choices] == [(1, 1.0), (1, 1.0)]
+
+
 def test_fewer_than_two_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="1 prompts: intervals need at least 2"):
         choose_static(totals_of({4: [9]}, {4: [3]}), price(), [1])

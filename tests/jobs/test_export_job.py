@@ -16,7 +16,7 @@ from blockpilot.sweep.rows import read_parts, write_rows
 from helpers.command_line import error_of
 from helpers.prices import price
 from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
-from jobs.export import ExportConfig, run, sglang_options, vllm_options
+from jobs.export import IDLE_DRAFT, ExportConfig, run, sglang_options, vllm_options
 
 EMBEDDED = PAIR._replace(draft=EMBEDDED_DRAFT)
 
@@ -39,16 +39,20 @@ def write_price(folder: Path, **changes: Any) -> Path:
 
 
 def best_numbers(sweep: Path, step_price: StepPrice, most: int) -> list[int]:
-    """Fastest number of drafted tokens for each batch size from 1 to `most`, by exhaustive search."""
+    """Fastest number of drafted tokens for each batch size from 1 to `most`, by exhaustive search; a draft that is
+    loaded slows steps without drafted tokens down."""
     rows = [row for part in read_parts(sweep / "rows") for row in part.rows]
     tau = {
         size: sum(row.taus[i] * row.num_steps[i] for row in rows) / sum(row.num_steps[i] for row in rows)
         for i, size in enumerate(CANDIDATES)
     } | {1: 1.0}
-    return [
-        max(sorted(tau), key=lambda size: tau[size] / step_price.chains_s(size, batch)) - 1
-        for batch in range(1, most + 1)
-    ]
+
+    def best(batch: int, idle_draft: float) -> int:
+        slowed = {1: 1 + idle_draft}
+        return max(sorted(tau), key=lambda size: tau[size] / step_price.chains_s(size, batch) / slowed.get(size, 1.0))
+
+    without_draft = [best(batch, 0.0) - 1 for batch in range(1, most + 1)]
+    return [best(batch, IDLE_DRAFT) - 1 for batch in range(1, most + 1)] if any(without_draft) else without_draft
 
 
 @pytest.mark.parametrize("token_s", [0.0, 0.02, 0.3])

@@ -78,20 +78,20 @@ def score_candidates(
     return StepCandidates(slots, drafted, lists, unknown=0 if links is None else -1)
 
 
-def merge_paths(draft_offer: StepCandidates | None, paths: Paths, weights: Array) -> StepCandidates:
+def merge_paths(draft_candidates: StepCandidates | None, paths: Paths, weights: Array) -> StepCandidates:
     """Merge the paths of all rows of a step into the draft's candidates; weights: those of the path regression."""
-    draft_offer = draft_offer or NOTHING_DRAFTED
-    slots, lists, drafted = list(draft_offer.slots), draft_offer.lists, draft_offer.drafted
+    draft_candidates = draft_candidates or NOTHING_DRAFTED
+    slots, lists, drafted = list(draft_candidates.slots), draft_candidates.lists, draft_candidates.drafted
     if carried := set(np.flatnonzero(paths.sizes).tolist()).difference(slots):
         slots = sorted({*slots, *carried})
         firsts, drafted = np.zeros((2, len(slots)), dtype=np.int64)
-        indices = [slots.index(slot) for slot in draft_offer.slots]
-        firsts[indices], drafted[indices] = lists.firsts, draft_offer.drafted
+        indices = [slots.index(slot) for slot in draft_candidates.slots]
+        firsts[indices], drafted[indices] = lists.firsts, draft_candidates.drafted
         lists = lists._replace(firsts=firsts, depths=drafted)
     is_whole = len(slots) == len(paths.sizes)
     tokens, sizes, matches, drawn = (values if is_whole else values[slots] for values in paths[:4])
-    merged = with_paths(lists, draft_offer.unknown == 0, tokens, sizes, matches, drawn, weights)
-    unknown = -1 if draft_offer.unknown < 0 else draft_offer.unknown + 1
+    merged = with_paths(lists, draft_candidates.unknown == 0, tokens, sizes, matches, drawn, weights)
+    unknown = -1 if draft_candidates.unknown < 0 else draft_candidates.unknown + 1
     return StepCandidates(slots, drafted, merged, drawn, unknown)
 
 

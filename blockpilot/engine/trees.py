@@ -102,26 +102,26 @@ def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = Fal
     # the best choice below it enter the heap. Ties go to the earlier parent, then to the better rank.
     heap: list[tuple[float, int, int, Choice, Iterator[Choice], tuple[int, ...], int, float]] = []
 
-    def offer(
+    def push(
         parent: int, rank: int, choices: Iterator[Choice], path: tuple[int, ...], num_later: int, above: float
     ) -> None:
         """Push the next choice after a path of probability `above`."""
         if (choice := next(choices, None)) is not None and above * choice.chance > 0:
             heappush(heap, (-above * choice.chance, parent, rank, choice, choices, path, num_later, above))
 
-    def offer_below(parent: int, path: tuple[int, ...], after: int, num_later: int, above: float) -> None:
+    def push_below(parent: int, path: tuple[int, ...], after: int, num_later: int, above: float) -> None:
         if len(path) < deepest:
-            offer(parent, 0, iter(follow(path, after, num_later)), path, num_later, above)
+            push(parent, 0, iter(follow(path, after, num_later)), path, num_later, above)
 
-    offer_below(0, (), 0, 0, 1.0)
+    push_below(0, (), 0, 0, 1.0)
     number = 0
     while heap:
         negative, parent, rank, choice, choices, path, num_later, above = heappop(heap)
         number += 1
         yield Node(choice.token, parent, -negative, len(path) + 1, choice.flat_index, num_later, source=choice.source)
         if not is_chain:
-            offer(parent, rank + 1, choices, path, num_later, above)
-        offer_below(number, (*path, choice.token), choice.after, choice.num_later, -negative)
+            push(parent, rank + 1, choices, path, num_later, above)
+        push_below(number, (*path, choice.token), choice.after, choice.num_later, -negative)
 
 
 def tree_order(parents: Sequence[int]) -> list[int]:

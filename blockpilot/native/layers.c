@@ -9,6 +9,7 @@
 #define QUERIES PANEL /* queries that read the same keys together, as a panel of a product */
 #define SUMS 8 /* queries whose sums over values, of VALUES vectors each, are in registers together */
 #define VALUES (LANES / 8)
+#define FEW_VALUES 2 /* the same of half as many queries: fewer sums would wait for each other */
 
 typedef float four __attribute__((vector_size(16), may_alias));
 
@@ -197,7 +198,7 @@ static void pack(long num, long dim, const stored *const *queries, uint32_t *pan
 }
 
 /* Softmax before normalisation, in place: scores [length, stride] -> e^(scale * (score - top)), and for each query its
- * top and total [stride]. stride is FEW or QUERIES; scores has room up to a multiple of LANES. */
+ * top and total [stride]. stride is FEW, LANES or QUERIES; scores has room up to a multiple of LANES. */
 static inline __attribute__((always_inline)) void exponentials(long length, const long stride, float scale,
                                                                float *scores, float *tops, float *totals)
 {
@@ -232,17 +233,17 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
  * column `from` on. Added in the order of the columns: masked ones add 0, so a token of a tree gets the same bits as in
  * a text. */
 static inline __attribute__((always_inline)) void add_values(
-    const long num, long dim, long from, long length, const float *chances, const long stride, const stored *values,
-    float *sums)
+    const long num, const long vectors, long dim, long from, long length, const float *chances, const long stride,
+    const stored *values, float *sums)
 {
-    for (long first = 0; first < dim; first += VALUES * LANES) {
-        lanes sum[SUMS][VALUES];
+    for (long first = 0; first < dim; first += vectors * LANES) {
+        lanes sum[SUMS][FEW_VALUES];
         for (long q = 0; q < num; q++)
-            memcpy(sum[q], sums + q * dim + first, sizeof sum[q]);
+            memcpy(sum[q], sums + q * dim + first, vectors * sizeof(lanes));
         for (long column = from; column < length; column++) {
             const stored *vector = values + column * dim + first;
 #pragma GCC unroll 2
-            for (long v = 0; v < VALUES; v++) {
+            for (long v = 0; v < vectors; v++) {
                 lanes value = load(vector + v * LANES);
 #pragma GCC unroll 8
                 for (long q = 0; q < num; q++)
@@ -250,7 +251,7 @@ static inline __attribute__((always_inline)) void add_values(
             }
         }
         for (long q = 0; q < num; q++)
-            memcpy(sums + q * dim + first, sum[q], sizeof sum[q]);
+            memcpy(sums + q * dim + first, sum[q], vectors * sizeof(lanes));
     }
 }
 
@@ -281,9 +282,9 @@ static inline __attribute__((always_inline)) void sum_values(
             chances[column * stride + q] = 0;
     for (long first = 0; first < num; first += SUMS)
         if (num - first <= SUMS / 2)
-            add_values(SUMS / 2, dim, least, length, chances + first, stride, values, sums + first * dim);
+            add_values(SUMS / 2, FEW_VALUES, dim, least, length, chances + first, stride, values, sums + first * dim);
         else
-            add_values(SUMS, dim, least, length, chances + first, stride, values, sums + first * dim);
+            add_values(SUMS, VALUES, dim, least, length, chances + first, stride, values, sums + first * dim);
 }
 
 /* Attention of `num` queries, at most `stride`, with masks [length], to one head of keys and values [length, dim].
@@ -383,6 +384,9 @@ static void attend(const struct part *part, const struct tokens *tokens, const s
                 const stored *const *row_sinks = sinks ? sink : NULL;
                 if (num <= FEW)
                     attend_some(num, FEW, dim, shape->scale, seen, query, key, value, mask, row_sinks, num_whole,
+                                scratch, result);
+                else if (LANES < QUERIES && num <= LANES)
+                    attend_some(num, LANES, dim, shape->scale, seen, query, key, value, mask, row_sinks, num_whole,
                                 scratch, result);
                 else
                     attend_some(num, QUERIES, dim, shape->scale, seen, query, key, value, mask, row_sinks, num_whole,

@@ -249,7 +249,7 @@ static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_
     for (long row = 0, num; row < rows; row += num) {
         num = rows_of_block(rows - row);
         const input *own = as_multiplied(x + row * inputs, num * inputs, room);
-        (outputs == FEW ? of_few : of_panel)[num - 1](inputs, own, panel, NULL, NULL, sums + row * outputs, outputs);
+        (outputs <= LANES ? of_few : of_panel)[num - 1](inputs, own, panel, NULL, NULL, sums + row * outputs, outputs);
     }
 }
 

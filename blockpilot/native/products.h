@@ -51,5 +51,5 @@ int uses_tiles(void);
 void weigh(long columns, long queries, long dim, const float *chances, const long *whole, const stored *values,
            stored *room, float *sums);
 
-/* x [rows, inputs] times the first FEW or PANEL outputs of one panel -> sums [rows, outputs] in float32. */
+/* x [rows, inputs] times the first FEW, LANES or PANEL outputs of one panel -> sums [rows, outputs] in float32. */
 void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums);

@@ -30,6 +30,9 @@ NUM_EARLY, SHARE_OF_LATER = 256, 4  # all of the first NUM_EARLY steps are learn
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which a step of the other kind measures its cost
 EXPLORE_EVERY = 4  # in one of this many drafting steps, one row drafts to its maximum depth
 EXPLORE_SHARE = 0.004  # of the plain step cost, to spend on drafts whose expected gain is below their cost
+MERGE_SHARE = (
+    0.02  # of the plain step cost: time to merge paths into a step, to grow trees of them, to learn from them
+)
 
 
 class Planned(NamedTuple):
@@ -42,12 +45,14 @@ class Planned(NamedTuple):
 class Plans(NamedTuple):
     """Plans of every kind of row, and cached `Drafting` by the rows' kinds and maximum depths.
 
-    least_chance: acceptance probability below which no token saves time. explored_s: seconds that each step adds to
-    the budget for exploration. least_cost_s: result of `choose.least_cost_s`.
+    least_chance: acceptance probability at which a token saves as much time as it costs. merge_tokens: number of
+    accepted tokens that saves as much time as merging paths into a step costs. explored_s: seconds that every step
+    adds to the budget for exploration. least_cost_s: result of `choose.least_cost_s`.
     """
 
     kind_plans: RowPlan
     least_chance: float
+    merge_tokens: float
     explored_s: float
     least_cost_s: float
     drafting_of: dict[tuple[bytes, bytes], Drafting]
@@ -96,7 +101,7 @@ class Controller:
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of other rows
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
-        self._least_chance = 0.0  # acceptance probability below which no token saves time, by the latest plan
+        self._least_chance, self._merge_tokens = 0.0, 0.0  # as in Plans, by the latest plan
         self._num_planned = 0  # steps planned since the latest update of plans
         self._num_plans = 0  # steps planned in total
         self._num_steps = 0
@@ -107,9 +112,14 @@ class Controller:
         self._unlearned = list[tuple[Proposal | None, Callable[[], VerifiedNodes]]]()
         self._num_alike = 0  # consecutive steps that drafted, or if negative, that did not
 
-    def cut_paths(self, paths: Paths) -> Paths:
-        """Paths with their expected gains, cut where their tokens would save less than they cost."""
-        return self.model.cut_paths(paths, self._least_chance)
+    def cut_paths(self, paths: Paths) -> Paths | None:
+        """Paths with their expected gains, cut where their tokens would save less than they cost.
+
+        None if all paths together would save less than merging them into the step costs.
+        """
+        cut = self.model.cut_paths(paths, self._least_chance)
+        saved = cut.gains.sum() - self._least_chance * cut.sizes.sum()
+        return cut if saved > self._merge_tokens else None
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
         """Kinds of rows [R], given `drawn` [R] (0 or 1) and their paths; there is one plan for each kind."""
@@ -130,6 +140,7 @@ class Controller:
             self._plans_of[key] = self._planned(*key)
         plans = self._plans_of[key]
         self._rates, self._least_chance = plans.kind_plans.rate, plans.least_chance
+        self._merge_tokens = plans.merge_tokens
         depths = self._depths(plans, rows, other_load)
         self._explore(depths, rows.deepest)
         if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
@@ -144,9 +155,9 @@ class Controller:
         beside = num_rows, self.price, other_load
         kind_plans = plan_rows(self.model.expected(), *beside)
         load = other_load._replace(rows=other_load.rows + num_rows)
-        least_chance = float(kind_plans.rate.min()) * self.price.least_token_s(load)
-        explored_s = EXPLORE_SHARE * self.price.seconds(load)
-        return Plans(kind_plans, least_chance, explored_s, least_cost_s(kind_plans, *beside), {})
+        rate, plain_s = float(kind_plans.rate.min()), self.price.seconds(load)
+        chances = rate * self.price.mean_token_s(load), rate * MERGE_SHARE * plain_s
+        return Plans(kind_plans, *chances, EXPLORE_SHARE * plain_s, least_cost_s(kind_plans, *beside), {})
 
     def _depths(self, plans: Plans, rows: Planned, other_load: Load) -> Array:
         """Best depths [R]. If no draft saves time, drafts occasionally, at a cost bounded by EXPLORE_SHARE.

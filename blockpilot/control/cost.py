@@ -148,10 +148,9 @@ class StepPrice:
         first_chosen, all_chosen = (chosen_experts(self.expert_share, num) for num in (num_tokens, num_tokens + more))
         return self.experts_s * (all_chosen - first_chosen)
 
-    def least_token_s(self, load: Load) -> float:
-        """Lower bound of the seconds of a further verified token; with a tile only if every token begins one."""
-        begins_tile = self.tiles.further == 1 and load.num_tokens >= self.tiles.first
-        return self.token_s + self.tile_s * begins_tile
+    def mean_token_s(self, load: Load) -> float:
+        """Seconds of a further verified token, with its share of a tile if the first one is full."""
+        return self.token_s + self.tile_s / self.tiles.further * (load.num_tokens >= self.tiles.first)
 
     def chains_s(self, block_size: int, rows: int) -> float:
         """Cost in seconds of a step in which all rows verify chains of this block size."""

@@ -27,7 +27,9 @@ class Lookup:
     def num_bytes(self) -> int:
         return self._index.num_bytes if self._index is not None else 0
 
-    def paths(self, rows: Sequence[Row], drawn: Array, most: int, cut: Callable[[Paths], Paths]) -> Paths | None:
+    def paths(
+        self, rows: Sequence[Row], drawn: Array, most: int, cut: Callable[[Paths], Paths | None]
+    ) -> Paths | None:
         """Paths of rows [R], at most `most` tokens each, cut by `cut`; None if there are none.
 
         drawn [R]: 1 for rows with a temperature above 0, 0 for greedy ones.

@@ -26,7 +26,7 @@ from blockpilot.native.library import reason_without
 
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")  # the text parts of qwen3_5 and qwen3_5_moe
 FAMILIES = (
-    *("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS),
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", *HYBRIDS),
     *("gemma3", "gemma3_text", "gemma4", "gemma4_text", "gpt_oss"),
 )
 UNSUPPORTED = {
@@ -187,9 +187,9 @@ def check_family(model_type: object) -> None:
 def layer_kinds(config: Any) -> list[LayerKind]:
     """The kind of every layer."""
     window = getattr(config, "sliding_window", None)
-    # Qwen3-MoE has no layer types: its window applies to all layers. Llama has neither.
-    is_mixture = config.model_type == "qwen3_moe" and window is not None
-    default = "sliding_attention" if is_mixture else "full_attention"
+    # Mistral and Qwen3-MoE have no layer types: their window applies to all layers. Llama has neither.
+    is_windowed = config.model_type in ("mistral", "qwen3_moe") and window is not None
+    default = "sliding_attention" if is_windowed else "full_attention"
     names = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     groups = [config.num_attention_heads // heads.num for heads in key_heads(config)]
     windows = [window if name == "sliding_attention" else None for name in names]

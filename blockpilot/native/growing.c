@@ -59,19 +59,19 @@ void choice_chances(long num, long width, const float *scores, const float *log_
 }
 
 /* A choice that may become a node. Ties of probability go to the earlier parent, then to the better rank. */
-struct offer {
+struct candidate {
     double chance, above;
     int32_t parent, depth, after, rank, num_later;
 };
 
-static int comes_first(const struct offer *a, const struct offer *b)
+static int comes_first(const struct candidate *a, const struct candidate *b)
 {
     if (a->chance != b->chance)
         return a->chance > b->chance;
     return a->parent != b->parent ? a->parent < b->parent : a->rank < b->rank;
 }
 
-static void push(struct offer *heap, long *size, struct offer item)
+static void push(struct candidate *heap, long *size, struct candidate item)
 {
     long place = (*size)++;
     for (; place && comes_first(&item, &heap[(place - 1) / 2]); place = (place - 1) / 2)
@@ -79,9 +79,9 @@ static void push(struct offer *heap, long *size, struct offer item)
     heap[place] = item;
 }
 
-static struct offer pop(struct offer *heap, long *size)
+static struct candidate pop(struct candidate *heap, long *size)
 {
-    struct offer first = heap[0], last = heap[--*size];
+    struct candidate first = heap[0], last = heap[--*size];
     long place = 0, below;
     while ((below = 2 * place + 1) < *size) {
         if (below + 1 < *size && comes_first(&heap[below + 1], &heap[below]))
@@ -95,22 +95,24 @@ static struct offer pop(struct offer *heap, long *size)
     return first;
 }
 
-/* The `num` slots of all rows, each with `contexts` lists of `width` choices; the choice in the slot above selects the
- * list. chances [laters][slots][contexts][width] by the number of later (not first) choices above, at most laters - 1;
- * next_lists [slots][contexts][width]: index of the list in the next slot after a choice, -1 for none. */
+/* The `num` slots of all rows, each with `lists` lists of `width` choices; the choice in the slot above selects the
+ * list. chances [laters][slots][lists][width] by the number of later (not first) choices above, at most laters - 1;
+ * next_lists [slots][lists][width]: index of the list in the next slot after a choice, -1 for none. */
 struct slots {
-    long num, contexts, width, laters;
+    long num, lists, width, laters;
     const double *chances;
     const int64_t *next_lists;
-    const uint8_t *is_later; /* [slots][contexts][width]; NULL: all choices but the first */
+    const uint8_t *is_later; /* [slots][lists][width]; NULL: all choices but the first */
 };
 
-static void offer(const struct slots *slots, struct offer *heap, long *size, long slot, long widest, struct offer item)
+/* Push a candidate, whose list and rank in `slot` are set, onto the heap, unless its chance is 0. */
+static void push_choice(const struct slots *slots, struct candidate *heap, long *size, long slot, long widest,
+                        struct candidate item)
 {
     long later = item.num_later < slots->laters ? item.num_later : slots->laters - 1;
     if (item.after < 0 || item.rank >= widest)
         return;
-    long list = (later * slots->num + slot) * slots->contexts + item.after;
+    long list = (later * slots->num + slot) * slots->lists + item.after;
     item.chance = item.above * slots->chances[list * slots->width + item.rank];
     if (item.chance > 0)
         push(heap, size, item);
@@ -123,7 +125,7 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
  * [rows][most]. Its output slots begin at begins[r]; their number is max(depths[r], sizes[r]). matches
  * [rows][MATCH_INPUTS] are regression inputs of path tokens, weights [2][PATH_INPUTS] (greedy, sampled) those of the
  * regression; `independent` is 1 if the draft's choices do not depend on those above. Output choices
- * [slots][1 + contexts][1 + width]: list 0 is that of the path, the others are the draft's with an empty entry (token
+ * [slots][1 + lists][1 + width]: list 0 is that of the path, the others are the draft's with an empty entry (token
  * -1) at the end. choice_index is the flat index among the draft's choices, -1 for none; path_index is r * most + d for
  * token d of a path, else -1; inputs [rows][most][PATH_INPUTS] are the regression inputs of the paths' tokens. */
 enum { MATCH_INPUTS = 3, PATH_INPUTS = 9 }; /* of acceptance.py */
@@ -163,14 +165,14 @@ void cut_paths(long rows, int64_t *sizes, const double *matches, const int64_t *
     }
 }
 
-void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, long num, long contexts, long width,
+void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, long num, long lists, long width,
                       long laters, const int64_t *tokens, const double *chances, const int64_t *next_lists, int independent,
                       const int64_t *drawn, const int64_t *sizes, const int32_t *paths, long most,
                       const double *matches, const double *weights, const int64_t *begins, long num_all,
                       int64_t *out_tokens, double *out_chances, int64_t *out_next, int64_t *choice_index,
                       uint8_t *is_later, int64_t *path_index, double *inputs)
 {
-    long wide = width + 1, lists = contexts + 1, all = num_all * lists * wide;
+    long wide = width + 1, all_lists = lists + 1, all = num_all * all_lists * wide;
     for (long i = 0; i < all; i++)
         out_tokens[i] = out_next[i] = choice_index[i] = path_index[i] = -1, is_later[i] = 1;
     for (long i = 0; i < laters * all; i++)
@@ -178,21 +180,21 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
     for (long r = 0; r < rows; r++) {
         long after = 0, later = 0, end = depths[r] > sizes[r] ? depths[r] : sizes[r];
         for (long d = 0; d < end; d++) {
-            long start = (begins[r] + d) * lists * wide, drafted = d < depths[r] ? (first[r] + d) * contexts : -1;
-            for (long c = 0; drafted >= 0 && c < contexts; c++)
+            long start = (begins[r] + d) * all_lists * wide, drafted = d < depths[r] ? (first[r] + d) * lists : -1;
+            for (long c = 0; drafted >= 0 && c < lists; c++)
                 for (long k = 0; k < width; k++) {
                     long source = (drafted + c) * width + k, at = start + (c + 1) * wide + k;
                     out_tokens[at] = tokens[source], choice_index[at] = source, is_later[at] = k > 0;
                     out_next[at] = next_lists[source] < 0 ? -1 : next_lists[source] + 1;
                     for (long a = 0; a < laters; a++)
-                        out_chances[a * all + at] = chances[a * num * contexts * width + source];
+                        out_chances[a * all + at] = chances[a * num * lists * width + source];
                 }
             if (d > sizes[r])
                 continue; /* no choice leads to list 0 here */
             int has_draft = drafted >= 0 && after >= 0, follows = d < sizes[r];
             long list = has_draft ? (drafted + after) * width : 0, rank = -1;
             long later_class = later < laters ? later : laters - 1;
-            const double *list_chances = chances + later_class * num * contexts * width + list;
+            const double *list_chances = chances + later_class * num * lists * width + list;
             for (long k = 0; has_draft && follows && k < width && rank < 0; k++)
                 if (tokens[list + k] == paths[r * most + d] && list_chances[k] > 0)
                     rank = k;
@@ -231,30 +233,30 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
 }
 
 /* Grow a tree for each row: at most most[r] nodes in descending order of probability, from slots first[r] .. first[r] +
- * depths[r] - 1 and the widest[r] best choices of each list [slots][contexts][width]. Inputs of choices: choice_tokens,
+ * depths[r] - 1 and the widest[r] best choices of each list [slots][lists][width]. Inputs of choices: choice_tokens,
  * and from_choice and from_path, their flat indices among the draft's choices and the paths' tokens, -1 for none;
  * without paths both are NULL, and choices are the draft's. Outputs: num[r] nodes of row r, which begin at r * room,
  * with their chances, tokens, parents (0 is the anchor), depths (1 below the anchor), choice_index and path_index (as
  * from_choice and from_path), num_later (later choices above the node) and sources. Returns 0, or -1 if memory is
  * exhausted. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
-               long num_slots, long contexts, long width, long laters, const double *chances,
+               long num_slots, long lists, long width, long laters, const double *chances,
                const int64_t *next_lists, const uint8_t *is_later, const int64_t *choice_tokens,
                const int64_t *from_choice, const int64_t *from_path, long room, double *node_chances, int64_t *tokens,
                int64_t *parents, int64_t *node_depths, int64_t *choice_index, int64_t *num_later, int64_t *path_index,
                int64_t *sources, int64_t *num)
 {
-    const struct slots slots = {num_slots, contexts, width, laters, chances, next_lists, is_later};
-    struct offer *heap = malloc((2 * room + 2) * sizeof *heap);
+    const struct slots slots = {num_slots, lists, width, laters, chances, next_lists, is_later};
+    struct candidate *heap = malloc((2 * room + 2) * sizeof *heap);
     if (!heap)
         return -1;
     for (long r = 0; r < rows; r++) {
         long size = 0, n = 0;
         if (depths[r])
-            offer(&slots, heap, &size, first[r], widest[r], (struct offer){.above = 1});
+            push_choice(&slots, heap, &size, first[r], widest[r], (struct candidate){.above = 1});
         for (; size && n < most[r]; n++) {
-            struct offer item = pop(heap, &size), next = item;
-            long slot = first[r] + item.depth, choice = (slot * contexts + item.after) * width + item.rank;
+            struct candidate item = pop(heap, &size), next = item;
+            long slot = first[r] + item.depth, choice = (slot * lists + item.after) * width + item.rank;
             long at = r * room + n;
             node_chances[at] = item.chance, tokens[at] = choice_tokens[choice], parents[at] = item.parent;
             node_depths[at] = item.depth + 1, num_later[at] = item.num_later;
@@ -262,11 +264,11 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
             path_index[at] = from_path ? from_path[choice] : -1;
             sources[at] = (choice_index[at] >= 0 ? DRAFTED : 0) + (path_index[at] >= 0 ? LOOKED_UP : 0);
             next.rank++;
-            offer(&slots, heap, &size, slot, widest[r], next);
-            next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, next_lists[choice], 0,
+            push_choice(&slots, heap, &size, slot, widest[r], next);
+            next = (struct candidate){item.chance, item.chance, n + 1, item.depth + 1, next_lists[choice], 0,
                                   item.num_later + (is_later ? is_later[choice] : item.rank > 0)};
             if (next.depth < depths[r])
-                offer(&slots, heap, &size, slot + 1, widest[r], next);
+                push_choice(&slots, heap, &size, slot + 1, widest[r], next);
         }
         num[r] = n;
     }

@@ -126,10 +126,10 @@ def with_paths(
         raise RuntimeError("paths need the functions in C")
     # 1. Shapes. A row has as many slots as the deeper of its draft and its path. The path adds one list to each slot,
     # and one entry to each list.
-    (laters, num, contexts, width), (rows, most) = draft_lists.chances.shape, paths.shape
+    (laters, num, per_slot, width), (rows, most) = draft_lists.chances.shape, paths.shape
     depths = np.maximum(draft_lists.depths, sizes)
     ends = depths.cumsum()
-    shape = int(ends[-1]), contexts + 1, width + 1
+    shape = int(ends[-1]), per_slot + 1, width + 1
     # 2. Buffers for the merged lists, which C fills completely.
     tokens, next_lists, choice_index, path_index = np.empty((4, *shape), dtype=np.int64)
     chances, is_later = np.empty((laters, *shape)), np.empty(shape, dtype=np.uint8)
@@ -138,7 +138,7 @@ def with_paths(
     drafted = (draft_lists.tokens, draft_lists.chances, draft_lists.next_lists)
     library.lists_with_paths(
         *(c_long(rows), pointer(draft_lists.firsts), pointer(draft_lists.depths)),
-        *map(c_long, (num, contexts, width, laters)),
+        *map(c_long, (num, per_slot, width, laters)),
         *(*map(pointer, drafted), c_int(is_independent)),
         *(*map(pointer, (drawn, sizes, paths)), c_long(most), *map(pointer, (matches, weights))),
         *(pointer(lists.firsts), c_long(shape[0])),

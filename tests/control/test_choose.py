@@ -135,11 +135,12 @@ def test_the_depths_save_the_most_seconds(
 
 
 @given(prices, loads)
-def test_no_token_costs_less_than_the_least(price: StepPrice, load: Load) -> None:
-    least_s, steps_s = price.least_token_s(load), np.diff(seconds_of_more(price, load, 40))
-    assert steps_s.min() >= least_s - 1e-9
-    if price.tiles.further == 1 and load.num_tokens >= price.tiles.first and not price.experts_s:
-        assert steps_s == pytest.approx(least_s)
+def test_the_mean_cost_of_a_token_is_that_in_whole_tiles(price: StepPrice, load: Load) -> None:
+    price = replace(price, experts_s=0.0)
+    num = 3 * price.tiles.further
+    seconds = seconds_of_more(price, load, num)
+    if load.num_tokens >= price.tiles.first or load.num_tokens + num <= price.tiles.first:
+        assert seconds[-1] - seconds[0] == pytest.approx(num * price.mean_token_s(load))
 
 
 def choose(reaches: Sequence[Sequence[float]], price: StepPrice, other_load: Load = ALONE) -> list[int]:

@@ -106,9 +106,20 @@ def test_paths_are_cut_where_a_token_costs_more_than_it_saves() -> None:
     for token_s in (0.01, 0.5):
         controller = controller_of(price(launch_s=0.1, token_s=token_s))
         controller.plan(greedy(1), ALONE)
-        sizes.append(int(controller.cut_paths(paths([2], drawn=1)).sizes[0]))
+        cut = controller.cut_paths(paths([2], drawn=1))
+        sizes.append(0 if cut is None else int(cut.sizes[0]))
     assert sizes[0] > 0
     assert sizes[1] == 0
+
+
+@needs_functions
+@pytest.mark.parametrize(("num_long", "is_merged"), [(0, False), (1, True), (16, True)])
+def test_paths_that_save_less_than_merging_them_costs_are_dropped(num_long: int, is_merged: bool) -> None:
+    """Of sixteen rows in a step where a token is dear, short matches in some save nothing; one long match does."""
+    controller = controller_of(price(base_s=0.3, row_s=0.06, launch_s=9.0, token_s=0.05))
+    controller.plan(greedy(16), ALONE)
+    cut = controller.cut_paths(paths([32] * num_long + [2] * (16 - num_long)))
+    assert (cut is not None) == is_merged
 
 
 def test_plans_are_renewed_soon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

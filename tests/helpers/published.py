@@ -52,6 +52,22 @@ _LLAMA: Json = {
     **{"rope_scaling": _LLAMA3, "rope_theta": 500000.0, "tie_word_embeddings": False},
     **{"torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256},
 }
+_QWEN25: Json = {
+    **{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643},
+    **{"eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02},
+    **{"intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2"},
+    **{"num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06},
+    **{"rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    **{"transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064},
+}
+_MISTRAL_NEMO: Json = {
+    **{"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02},
+    **{"intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral"},
+    **{"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05},
+    **{"rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    **{"transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 131072},
+}
 _CODER: Json = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1},
     **{"eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048},
@@ -192,8 +208,14 @@ PUBLISHED = {
     "qwen35-4b": PublishedPair(_QWEN35, _draft(**_OF_QWEN35), 16),
 }
 """By the name of the pair."""
+TARGETS = {name: pair.target for name, pair in PUBLISHED.items()} | {
+    "qwen25-7b": _QWEN25,
+    "mistral-nemo": _MISTRAL_NEMO,
+}
+"""By the name of the pair, and targets that have no named pair."""
 
-EOS = {"qwen3": [257, 256], "llama": [259, 258, 257], "qwen3_moe": [257, 256], "qwen3_5": [257, 256]}
+EOS = {"llama": [259, 258, 257], "mistral": [257]}
+EOS |= {family: [257, 256] for family in ("qwen2", "qwen3", "qwen3_moe", "qwen3_5")}
 VOCAB_SIZE, MASK_ID = 300, 269  # the tokenizer has 260 tokens: as with Qwen3, the embedding has more rows
 _SMALL: Json = {
     **{"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -210,13 +232,13 @@ _SMALL_VISION: Json = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "
 
 def text_config(name: str) -> Json:
     """Configuration of a target's language model."""
-    target = PUBLISHED[name].target
+    target = TARGETS[name]
     return dict(target.get("text_config", target))
 
 
 def small_target(name: str, directory: Path, **changes: Any) -> Path:
     """A random target checkpoint in shards; its config.json is the pair's with small sizes and `changes`."""
-    written, text = PUBLISHED[name].target, text_config(name)
+    written, text = TARGETS[name], text_config(name)
     family = written["model_type"]
     small = _SMALL_TARGET | {"eos_token_id": EOS[family] if family == "llama" else EOS[family][0]}
     small |= {"head_dim": 16} if "head_dim" in text else {}
@@ -241,6 +263,9 @@ def _new_target(config: Json) -> PreTrainedModel:
     if "text_config" in config:
         return Qwen3_5ForConditionalGeneration(parsed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(parsed)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # transformers begins with zeros
+            weight.data.normal_()
     return model
 
 

@@ -141,6 +141,20 @@ def tiny_qwen3(seed: int = 0, **changes: Any) -> Any:
     return _model("qwen3", seed, SHAPE | {"head_dim": 12} | changes)
 
 
+def tiny_qwen2(seed: int = 0, **changes: Any) -> Any:
+    """A Qwen2 or Qwen2.5, with random biases of queries, keys and values."""
+    model = _model("qwen2", seed, SHAPE | changes)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.data.normal_()
+    return model
+
+
+def tiny_mistral(seed: int = 0, **changes: Any) -> Any:
+    """A Mistral; all layers have a window, if `sliding_window` is not None."""
+    return _model("mistral", seed, SHAPE | {"sliding_window": WINDOW} | changes)
+
+
 def tiny_sliding(seed: int = 0) -> Any:
     """A Qwen3 whose upper layers have a window."""
     return tiny_qwen3(seed, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)

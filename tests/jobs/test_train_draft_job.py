@@ -101,7 +101,9 @@ def test_bad_input_is_refused_before_ray_starts(
 
 def test_models_that_do_not_fit_are_refused(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match="target family 'gpt2': supported are llama, qwen3, qwen3_moe"):
+    with pytest.raises(
+        ValueError, match="target family 'gpt2': supported are llama, mistral, ministral, qwen2, qwen3"
+    ):
         run(config(tmp_path, prompts))
     target, start = AutoConfig.from_pretrained(tiny_pair_dirs[0]), tmp_path / "start"
     for extra, message in (

@@ -108,13 +108,13 @@ def test_what_cannot_be_loaded_is_named(
 
 def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("qwen2", **sizes, vocab_size=260, num_hidden_layers=1)
+    config = AutoConfig.for_model("olmo2", **sizes, vocab_size=260, num_hidden_layers=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(
         ValueError,
-        match="target family 'qwen2': supported are llama, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, "
-        "qwen3_5_text, qwen3_5_moe_text, gemma3, gemma3_text, gemma4, gemma4_text, gpt_oss",
+        match="target family 'olmo2': supported are llama, mistral, ministral, qwen2, qwen3, qwen3_moe, qwen3_5, "
+        "qwen3_5_moe, qwen3_5_text, qwen3_5_moe_text, gemma3, gemma3_text, gemma4, gemma4_text, gpt_oss",
     ):
         load_pair(target=tmp_path, dtype="float32")
 

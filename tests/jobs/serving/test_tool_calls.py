@@ -20,7 +20,7 @@ from helpers.bodies import CHAT, QUESTION, JsonObject, shown
 from helpers.grammars import takes
 from helpers.tiny import CHAT_TEMPLATE, byte_tokenizer
 from jobs.serving import messages
-from jobs.serving.constraints.tools import CallReader, Family, Tool, family_of, grammar_of
+from jobs.serving.constraints.tools import CallReader, Family, Tool, family_of, grammar_of, knows_tools
 from jobs.serving.replica import Replica
 
 MESSAGES = (
@@ -236,6 +236,12 @@ def test_the_openai_clients_own_helpers_parse_calls(replica: Replica) -> None:
 def test_families_are_told_by_their_templates() -> None:
     templates = (*TEMPLATES.values(), CHAT_TEMPLATE, None)
     assert [family_of(template) for template in templates] == [*TEMPLATES, "hermes", "hermes"]
+
+
+def test_tools_are_shown_in_words_where_the_template_has_another_format() -> None:
+    mistral = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
+    templates = (*TEMPLATES.values(), CHAT_TEMPLATE, None, mistral)
+    assert [knows_tools(template) for template in templates] == [True] * len(TEMPLATES) + [False] * 3
 
 
 # --- turns as clients send them back: cut calls, parts, reasoning, names and ids, for templates that read them ---

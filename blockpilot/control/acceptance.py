@@ -44,6 +44,7 @@ THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # probabilities above which the nodes o
 FIRST_GUESS = 0.75  # acceptance probability of a position, before any observation
 GAINS = 0.0, 2.0, 6.0  # expected tokens of a path: bounds between the kinds of rows with a path
 NUM_KINDS = 2 * (1 + len(GAINS))
+NUM_REMEMBERED = 1e5  # outcomes that the regressions remember: traffic changes
 DOUBT, MEMORY = 4.0, 1000.0  # in drafts: weight of the first guess, memory of the running means
 
 
@@ -124,7 +125,8 @@ class Regression:
 
     def __init__(self, weights: Array, variance: float) -> None:
         self.weights = weights.astype(float, order="C")
-        self._precision = np.stack([np.eye(weights.shape[1]) / variance] * 2)
+        self._prior = np.eye(weights.shape[1]) / variance
+        self._precision = np.stack([self._prior] * 2)
 
     def learn(self, inputs: Array, drawn: Array, right: Array, offsets: Array | float = 0.0) -> None:
         """One step of Newton's method with the accumulated precision (online Laplace approximation).
@@ -136,6 +138,8 @@ class Regression:
             if not (mask := drawn == kind).any():
                 continue
             x, chance = inputs[mask], (right - errors)[mask]
+            forgotten = min(1.0, len(x) / NUM_REMEMBERED)
+            self._precision[kind] += forgotten * (self._prior - self._precision[kind])
             self._precision[kind] += (x * (chance * (1 - chance))[:, None]).T @ x
             self.weights[kind] += np.linalg.solve(self._precision[kind], x.T @ errors[mask])
 

@@ -55,8 +55,7 @@ def settle(
 def allowed(automaton: Automaton, slots: Slots) -> Follow:
     """Choices that an automaton allows, with the draft's probabilities renormalised over them.
 
-    A forced token is the only choice, with probability 1, also below the last slot. The acceptance model does not
-    learn from these choices.
+    A forced token is the only choice, with probability 1, also below the last slot.
     """
 
     def follow(path: tuple[int, ...], after: int, num_later: int) -> Iterator[Choice]:
@@ -75,7 +74,8 @@ def allowed(automaton: Automaton, slots: Slots) -> Follow:
         for rank, (token, chance, fits) in enumerate(zip(tokens, chances, are_allowed, strict=False)):
             if fits and chance > 0:
                 below, share = slots.next_lists[depth][after][rank], min(1.0, chance / max(left, chance))
-                yield Choice(token, share, below, num_later + (rank > 0), source=sources[rank])
+                flat_index = slots.flat_index(depth, after, rank)
+                yield Choice(token, share, below, num_later + (rank > 0), flat_index, sources[rank])
 
     return follow
 

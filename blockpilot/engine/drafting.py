@@ -168,7 +168,8 @@ class Proposer:
             return depths
         # Rows of fixed block sizes are a load that the controller cannot change.
         fixed_load = Load(len(rows) - len(adapting), sum(depths), num_fixed(rows), self._passes(depths))
-        most = np.array([rows[r].most_depth(self._deepest) for r in adapting], dtype=int)
+        deepest = min(self._deepest, controller.model.deepest)
+        most = np.array([rows[r].most_depth(deepest) for r in adapting], dtype=int)
         chosen = controller.plan(Planned(kinds[adapting], most), fixed_load)
         for r, depth in zip(adapting, chosen.tolist(), strict=True):
             depths[r] = depth

@@ -50,8 +50,9 @@ def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) ->
     for row, tree, span in scored:
         if row.automaton is not None and row.error is None:
             try:
-                row_logits = processed.get(row, logits[span])
-                chosen[span] = settle(row, row.automaton, tree, chosen[span], row_logits, logits[span])
+                row_logits = logits[span]
+                decisive = processed.get(row, row_logits)
+                chosen[span] = settle(row, row.automaton, tree, chosen[span], decisive, row_logits)
             except Exception as error:  # raised by the automaton: it fails this request only
                 row.error = error
             row.error = row.error or row.automaton.error

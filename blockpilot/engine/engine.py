@@ -9,7 +9,7 @@ same code. The controller (control/controller.py) chooses what is drafted and ve
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -53,8 +53,9 @@ class Engine:
     prefix_tokens: capacity of the prefix cache in tokens (prefixes.py). graphs: on a GPU, run steps of few tokens by
     CUDA graphs (models/graphs.py). A target with recurrent states supports neither (`switched_off`).
 
-    Raises ValueError for an invalid size. If `on_failure` is set, an error in one request ends only that request, and
-    `on_failure` is called with the request's id and the error; otherwise the step raises it.
+    Raises ValueError for an invalid size, and for a prior beside a controller. If `on_failure` is set, an error in
+    one request ends only that request, and `on_failure` is called with the request's id and the error; otherwise the
+    step raises it. After a step that raised, the engine continues: the prompts of that step wait again.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class Engine:
         prefix_tokens: int = 0,
         graphs: bool = True,
     ) -> None:
-        at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+        at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens, max_block_size=max_block_size)
         max_length = min(MAX_LENGTH, pair.max_length) if max_length is None else max_length
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
+        if isinstance(policy, Prior) and controller is not None:
+            raise ValueError("policy: the prior of a controller's model is given to its AcceptanceModel")
         prior, self.policy = (policy, None) if isinstance(policy, Prior) else (UNTRAINED, policy)
         self.controller = controller or Controller(AcceptanceModel(min(pair.block_size - 1, MAX_DEPTH), prior))
         self.pair = pair
@@ -159,6 +162,7 @@ class Engine:
         """Drop a request and free its slot; unknown and finished ids are ignored."""
         self._waiting = deque(row for row in self._waiting if row.request_id != request_id)
         if self._partial is not None and self._partial.request_id == request_id:
+            self._clear(len(self._rows))
             self._partial = None
         for row in self._rows:
             row.finished |= row.request_id == request_id
@@ -172,14 +176,15 @@ class Engine:
         rows, prompts = list(self._rows), self._schedule()
         if not rows and not prompts:
             return []
-        # 2. Draft: the trees of candidates to verify.
-        num_prompt_tokens = sum(prompts.values())
-        drafts = self._proposer.propose(rows, self.controller, num_prompt_tokens)
-        # 3. Score: one pass of the target over blocks and prompts.
-        batch = Batch.of(rows, drafts.trees, prompts, self._device)
-        logits, features = self._score(batch)
-        # 4. Commit: drafted tokens that equal the target's choices are accepted.
-        steps, accepted = self._commit(batch, logits, features)
+        with self._requeued(prompts):
+            # 2. Draft: the trees of candidates to verify.
+            num_prompt_tokens = sum(prompts.values())
+            drafts = self._proposer.propose(rows, self.controller, num_prompt_tokens)
+            # 3. Score: one pass of the target over blocks and prompts.
+            batch = Batch.of(rows, drafts.trees, prompts, self._device)
+            logits, features = self._score(batch)
+            # 4. Commit: drafted tokens that equal the target's choices are accepted.
+            steps, accepted = self._commit(batch, logits, features)
         self._keep_prefixes(steps)
         self._retire()
         # 5. Learn: acceptance from the verified nodes, and the step cost unless a graph was captured in this step.
@@ -208,6 +213,18 @@ class Engine:
         if rows:
             num_tokens[rows[-1]] += min(left, 0)  # only the last one can exceed the limit
         return num_tokens
+
+    @contextmanager
+    def _requeued(self, prompts: Mapping[Row, int]) -> Iterator[None]:
+        """If the step raises inside, rows in prefill wait again, in front of the others."""
+        try:
+            yield
+        except Exception:
+            for row in reversed([row for row in prompts if row not in self._rows]):
+                row.restart()
+                self._waiting.appendleft(row)
+            self._partial = None
+            raise
 
     # --- score ---
 
@@ -325,20 +342,27 @@ class Engine:
 
     def _retire(self) -> None:
         """Drop finished rows and keep slots dense: the last row moves into each free slot."""
-        before = len(self._rows)
+        before, has_failed = len(self._rows), any(row.failed for row in self._rows)
         for slot in reversed(range(before)):
             if not self._rows[slot].finished:
                 continue
             self._lookup.end(self._rows[slot])
-            if self._rows[slot].failed:  # its keys and values may be NaN, which masks do not remove
-                self._cache.clear(slot)
-                self._drafter.cache.clear(slot)
+            if self._rows[slot].failed:
+                self._clear(slot)
             last = self._rows.pop()
             if slot < len(self._rows):
                 self._move(len(self._rows), slot, len(last.tokens))
                 self._rows[slot] = last
         if self._partial is not None and len(self._rows) < before:
             self._move(before, len(self._rows), self._partial.num_cached)
+        if has_failed:  # parts of its prompt may have been in other slots
+            for slot in range(self.num_active, self.num_slots):
+                self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
+        """Clear a slot whose keys and values may not be finite: masks do not remove NaN."""
+        for cache in (self._cache, self._drafter.cache):
+            cache.clear(slot)
 
     def _move(self, source: int, destination: int, length: int) -> None:
         for cache in (self._cache, self._drafter.cache):

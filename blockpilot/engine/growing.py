@@ -151,7 +151,7 @@ def grow_all(
         return NOTHING_GROWN
     parts = [_grown(candidates, rows, in_c, index_of, limits, most)] if candidates is not None and in_c else []
     if in_python:
-        nodes_of = [_nodes(rows[slot], candidates, index_of.get(slot), limits[slot]) for slot in in_python]
+        nodes_of = [_isolated(rows[slot], candidates, index_of.get(slot), limits[slot]) for slot in in_python]
         parts.append(as_arrays(nodes_of, most))
     nodes = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
     # 2. The number of nodes to verify: the controller selects it for rows that adapt.
@@ -226,19 +226,36 @@ def _grown(
     return nodes
 
 
+def _isolated(row: Row, candidates: StepCandidates | None, r: int | None, limit: int) -> list[Node]:
+    """`_nodes`, and none if the row's automaton raises: the row then fails when its tokens are chosen."""
+    try:
+        return _nodes(row, candidates, r, limit)
+    except Exception as error:  # raised by the automaton
+        row.error = row.error or error
+        return []
+
+
 def _nodes(row: Row, candidates: StepCandidates | None, r: int | None, limit: int) -> list[Node]:
     """Nodes of one row, grown in Python from row r of `candidates`, if any; an automaton restricts their tokens."""
-    slots, start = NO_SLOTS, 0
-    if candidates is not None and r is not None:
-        slots, start = candidates.row_slots(r), int(candidates.lists.firsts[r]) * candidates.lists.next_lists[0].size
+    slots = NO_SLOTS if candidates is None or r is None else candidates.row_slots(r)
     follow, deepest = choices_of(slots), len(slots.tokens)
     if row.automaton is not None:
         follow = allowed(row.automaton, slots)
         deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
     nodes = islice(best_first(follow, deepest, is_chain=not row.is_tree), limit)
-    return [
-        node if node.choice_index < 0 else node._replace(choice_index=start + node.choice_index) for node in nodes
-    ]
+    if candidates is None or r is None:
+        return list(nodes)
+    start = int(candidates.lists.firsts[r]) * candidates.lists.next_lists[0].size
+    return [node if node.choice_index < 0 else _indexed(node, start, candidates.lists) for node in nodes]
+
+
+def _indexed(node: Node, start: int, lists: Lists) -> Node:
+    """The node with its indices among the draft's choices and the paths' tokens; its row's lists begin at `start`."""
+    flat_index = start + node.choice_index
+    if lists.choice_index is None or lists.path_index is None:
+        return node._replace(choice_index=flat_index)
+    choice_index, path_index = int(lists.choice_index.flat[flat_index]), int(lists.path_index.flat[flat_index])
+    return node._replace(choice_index=choice_index, path_index=path_index)
 
 
 def verified(
@@ -255,7 +272,7 @@ def verified(
 
     A node has an outcome if its parent is on the accepted path. It is right if its token was emitted, also if the
     text ends with it. Rows with looked-up tokens have no outcomes of the draft's choices, whose probabilities were
-    scaled down to make room for the path's.
+    scaled down to make room for the path's; constrained rows have none at all, since a grammar changes them.
     """
     nodes, (num, most) = grown.nodes, grown.nodes.tokens.shape
     # 1. The accepted path, and the token emitted after each of its nodes; empty for rows without outcomes.
@@ -263,7 +280,8 @@ def verified(
     on_path: Array = np.zeros((num, most + 1), dtype=bool)
     emitted = np.full((num, most + 1), -1)
     for g, slot in enumerate(grown.slots):
-        if rows[slot].adapts and (tokens := tokens_of.get(rows[slot].request_id)):
+        is_observed = rows[slot].adapts and rows[slot].automaton is None
+        if is_observed and (tokens := tokens_of.get(rows[slot].request_id)):
             on_path[g, paths[slot]] = True
             emitted[g, : len(tokens)] = tokens
     # 2. Nodes whose parent is on the accepted path, by source.

@@ -19,6 +19,7 @@ class EngineLimits(NamedTuple):
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that the engine cannot serve."""
         num_prompt_tokens, vocab_size = len(request.prompt_ids), self.vocab_size
+        at_least_one(max_new_tokens=request.max_new_tokens)
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty: at least 1 token is needed")
         if num_prompt_tokens >= self.max_length:
@@ -29,7 +30,8 @@ class EngineLimits(NamedTuple):
             )
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
             raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}, the target embeds no other")
-        at_least_one(max_new_tokens=request.max_new_tokens)
+        if outside := [t for t in request.stop_token_ids if not 0 <= t < vocab_size]:
+            raise ValueError(f"stop_token_ids: token {outside[0]}: must be 0 to {vocab_size - 1}")
         for name in ("num_logprobs", "num_prompt_logprobs"):
             if (num := getattr(request, name)) is not None and not 0 <= num <= vocab_size:
                 raise ValueError(f"{name} {num}: must be 0 to {vocab_size}")

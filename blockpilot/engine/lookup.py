@@ -35,7 +35,7 @@ class Lookup:
         drawn [R]: 1 for rows with a temperature above 0, 0 for greedy ones.
         """
         indices = [r for r, row in enumerate(rows) if row.looks_up]
-        if not indices or self._index is None:
+        if not indices or self._index is None or most < 1:
             return None
         matches = self._matches([rows[r] for r in indices], min(most, MAX_DEPTH), self._index)
         if matches is None:

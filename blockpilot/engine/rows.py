@@ -97,8 +97,12 @@ class Row:
         return 0 if self._is_forced(depth) else depth
 
     def _is_forced(self, depth: int) -> bool:
-        """True if a constraint forces the next `depth` tokens."""
-        return self.automaton is not None and len(self.automaton.forced()) >= depth
+        """True if a constraint forces the next `depth` tokens, or fails: `commit` then raises its error."""
+        try:
+            return self.automaton is not None and len(self.automaton.forced()) >= depth
+        except Exception as error:  # raised by the automaton
+            self.error = self.error or error
+            return True
 
     def verify(self, tree: Tree, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
         """The accepted path of `tree`, and the step that emits it and the bonus token.
@@ -184,6 +188,11 @@ class Row:
         for start in range(0, len(following), HEAD_ROWS):  # logits of a whole prompt would not fit
             chunk = following[start : start + HEAD_ROWS]
             self.prompt_logprobs += logprobs_of(chunk, head(hidden[start : start + len(chunk)]), num)
+
+    def restart(self) -> None:
+        """Forget a prefill that is not complete."""
+        self.num_cached = self.num_reused = self.num_drafted_from = 0
+        self.features, self.following, self.prompt_logprobs = [], [], []
 
 
 def num_fixed(rows: Sequence[Row]) -> int:

@@ -35,6 +35,11 @@ class Slots(NamedTuple):
     sources: Sequence[Sequence[Sequence[int]]] | None = None
     """Sources of the choices [D][P][K], as in `Tree`; None: all are the draft's."""
 
+    def flat_index(self, depth: int, after: int, rank: int) -> int:
+        """Flat index of a choice in [D][P][K]."""
+        lists = self.next_lists[depth]
+        return (depth * len(lists) + after) * len(lists[after]) + rank
+
 
 def independent_slots(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[Sequence[float]]]) -> Slots:
     """Slots whose choices are independent of those above: tokens [D][K], chances [A][D][K]."""
@@ -69,7 +74,7 @@ class Choice(NamedTuple):
     num_later: int
     """Number of choices down to this one that are not first choices."""
     flat_index: int = -1
-    """Flat index among the choices [D][P][K] of a draft; -1 if the acceptance model should not learn from it."""
+    """Flat index among the choices [D][P][K]; -1 for a token that is forced."""
     source: int = DRAFTED
     """Source, as in `Tree`."""
 
@@ -86,7 +91,7 @@ def choices_of(slots: Slots) -> Follow:
         if depth >= len(slots.tokens) or after < 0:
             return
         below, chances = slots.next_lists[depth][after], slots.chances[min(num_later, len(slots.chances) - 1)]
-        first = (depth * len(slots.next_lists[depth]) + after) * len(below)
+        first = slots.flat_index(depth, after, 0)
         for rank, (token, chance) in enumerate(zip(slots.tokens[depth][after], chances[depth][after], strict=False)):
             yield Choice(token, chance, below[rank], num_later + (rank > 0), first + rank)
 

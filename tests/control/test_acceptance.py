@@ -20,6 +20,7 @@ from blockpilot.control.acceptance import (
     Expected,
     Prior,
     Proposal,
+    Regression,
     knowledge,
     logistic,
 )
@@ -92,6 +93,15 @@ def test_slots_learn_how_far_a_draft_is_right(rightness: float, *, drawn: bool) 
     other = drafted(40, 12345, drawn=not drawn)
     untouched = draft_probs(other)[0, :, 0].numpy().mean()
     assert proposed(model, other).chances[0, :, 0].mean() == pytest.approx(untouched, rel=1e-3)
+
+
+def test_a_regression_follows_traffic_that_changes() -> None:
+    """Ten million outcomes of one kind are outweighed by a few hundred thousand of another."""
+    model, inputs = Regression(np.zeros((2, 1)), 1.0), np.ones((20_000, 1))
+    for right, num in ((0.9, 500), (0.2, 15)):
+        for _ in range(num):
+            model.learn(inputs, np.zeros(20_000), (np.arange(20_000) < right * 20_000).astype(float))
+    assert float(logistic(model.weights[0, 0])) == pytest.approx(0.2, abs=0.05)
 
 
 def test_learning_is_the_regression_of_all_that_was_seen() -> None:

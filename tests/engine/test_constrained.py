@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from llguidance import LLParserLimits
 
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
@@ -58,6 +59,61 @@ def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:
     expected = controller.model.expected().sums[0]
     assert expected.max() <= 1
     assert (expected[1:, 0] > 0).all()
+
+
+def test_what_a_grammar_allows_is_expected_of_drafts(tiny_pair: Pair) -> None:
+    """Constrained rows leave the means of their kind as high as their drafts are good: others are planned by them."""
+    controller = Told(3, [(3, 7)])
+    letters = compiler(tiny_pair).compile(Grammar("regex", "[a-p]{60}"))
+    engine = Engine(tiny_pair, max_length=128, controller=controller)
+    offer_always(engine, tiny_pair.tokenizer("abcdefgh")["input_ids"], [0.9, *[0.01] * 7])
+    run(engine, [Request(PROMPT, 60, constraint=letters, lookup=False)])
+    controller._observe()
+    assert controller.model.expected().counts[0, 1, 0] > 0.9
+
+
+class Failing:
+    """An automaton that fails in the draft stage: where it is asked for forced tokens, or for allowed ones."""
+
+    error: Exception | None = None
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def start(self) -> "Failing":
+        return self
+
+    def forced(self, path: Sequence[int] = ()) -> list[int]:
+        if self.where == "forced":
+            raise RuntimeError("forced")
+        return []
+
+    def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        if self.where == "allowed" and len(tokens) > 1:
+            raise RuntimeError("allowed")
+        return [True] * len(tokens)
+
+    def mask(self, path: Sequence[int]) -> torch.Tensor:
+        return torch.ones(260, dtype=torch.bool)
+
+    def take(self, token: int) -> None: ...
+
+    def ends(self, path: Sequence[int] = ()) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("where", ["forced", "allowed"])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_an_automaton_that_fails_while_drafting_ends_its_request_alone(
+    tiny_pair: Pair, where: str, block_size: int | None
+) -> None:
+    engine, failed = Engine(tiny_pair, max_length=128, controller=Told(3, [(3, 7)])), dict[int, str]()
+    engine.on_failure = lambda request_id, error: failed.update({request_id: str(error)})
+    requests = [Request(PROMPT, 20, layout="tree", block_size=block_size) for _ in range(2)]
+    requests[0] = replace(requests[0], constraint=Failing(where))
+    answers = run(engine, requests)
+    assert failed == {0: where}
+    assert text_of(answers[1]) == plain_text(tiny_pair, PROMPT, 20, Sampling())
 
 
 def test_a_text_ends_where_it_is_complete(tiny_pair: Pair) -> None:

@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 import blockpilot as bp
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel
+from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.prices import price
 from helpers.worlds import knowing
 
 LONG = tuple(range(10, 70))
@@ -167,6 +172,8 @@ def test_what_goes_wrong_with_a_request_ends_it_alone(
         (Request((5, 260), 5), "prompt token 260: must be 0 to 259"),
         (Request((5, -1), 5), "prompt token -1: must be 0 to 259"),
         (Request(PROMPT, 0), "max_new_tokens 0: must be at least 1"),
+        (Request(PROMPT, 5, stop_token_ids={260}), "stop_token_ids: token 260: must be 0 to 259"),
+        (Request(PROMPT, 5, stop_token_ids={-1}), "stop_token_ids: token -1: must be 0 to 259"),
         (Request(PROMPT, 5, block_size=0), "block_size 0: must be 1 to 32"),
         (Request(PROMPT, 5, block_size=33), "block_size 33: must be 1 to 32"),
         (Request(PROMPT, 5, num_logprobs=-1), "num_logprobs -1: must be 0 to 260"),
@@ -191,12 +198,61 @@ def test_bad_requests_are_refused_before_they_queue(tiny_pair: Pair, request_: R
         ({"max_length": 1}, "max_length 1: must be 2 to 1024"),
         ({"max_length": 5000}, "max_length 5000: must be 2 to 1024"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens 0: must be at least 1"),
+        ({"max_block_size": 0}, "max_block_size 0: must be at least 1"),
         ({"prefix_tokens": -1}, "prefix_tokens -1: must be at least 0"),
     ],
 )
 def test_bad_engines_are_refused(tiny_pair: Pair, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(tiny_pair, **sizes)  # type: ignore[arg-type]
+
+
+def test_no_new_tokens_are_refused_by_their_name(tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens 0: must be at least 1"):
+        generate(tiny_pair, PROMPT, max_new_tokens=0)
+
+
+def test_a_prior_beside_a_controller_is_refused(tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="policy: the prior of a controller's model"):
+        Engine(tiny_pair, policy=UNTRAINED, controller=Controller(AcceptanceModel(3)))
+
+
+@pytest.mark.parametrize("deepest", [0, 1])
+def test_a_controller_of_a_shallower_draft_learns_as_deep_as_its_model(tiny_pair: Pair, deepest: int) -> None:
+    controller = Controller(AcceptanceModel(deepest), price(launch_s=0.01, slot_s=0.01, token_s=0.01))
+    engine = Engine(tiny_pair, max_length=300, controller=controller)
+    [steps] = run(engine, [Request(PROMPT, 260, Sampling(6.0, seed=5), stop_token_ids=NEVER, lookup=False)])
+    assert text_of(steps) == plain_text(tiny_pair, PROMPT, 260, Sampling(6.0, seed=5))
+    assert controller.model.expected().counts[0].max() == pytest.approx(
+        deepest and 1.0, abs=0.1
+    )  # greedy: as guessed
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [8, 1000])
+def test_prompts_of_a_step_that_raised_wait_again(
+    tiny_pair: Pair, max_prefill_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the device's memory were exhausted: nothing is lost, also of a prompt that was half prefilled."""
+    engine = Engine(tiny_pair, num_slots=4, max_length=64, max_prefill_tokens=max_prefill_tokens)
+    score, num_passes = engine._target.score, 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes in (1, 3):
+            raise MemoryError("out of memory")
+        return score(*arguments, **options)
+
+    monkeypatch.setattr(engine._target, "score", failing)
+    requests = [Request(PROMPT[i:], 12, stop_token_ids=NEVER, num_prompt_logprobs=0) for i in range(3)]
+    ids, texts, num_logprobs = [engine.add(request) for request in requests], dict[int, tuple[int, ...]](), []
+    while not engine.idle:
+        with suppress(MemoryError):
+            for step in engine.step():
+                texts[step.request_id] = texts.get(step.request_id, ()) + step.tokens
+                num_logprobs += [len(step.prompt_logprobs)] * bool(step.prompt_logprobs)
+    assert [texts[i] for i in ids] == [plain_text(tiny_pair, PROMPT[i:], 12, Sampling()) for i in range(3)]
+    assert num_logprobs == [len(PROMPT[i:]) for i in range(3)]
 
 
 def test_a_policy_out_of_range_is_an_error(tiny_pair: Pair) -> None:

@@ -48,6 +48,20 @@ def test_a_slot_keeps_nothing_of_a_request_that_failed(in_c: bool, target: Calla
     assert not lost
 
 
+def test_a_prompt_that_is_cancelled_half_way_leaves_nothing(in_c: bool) -> None:
+    """Its first part has states that are not finite; a later request decodes beside a longer one."""
+    pair = damaged_pair(torch.float32, [BAD])
+    (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
+    engine = Engine(pair, num_slots=2, max_length=200, max_prefill_tokens=60)
+    assert engine.exactness.startswith("bit for bit") == in_c
+    cancelled = engine.add(Request((*LONG[:50], BAD, *LONG), 20, block_size=1))
+    engine.step()
+    engine.cancel(cancelled)
+    texts, lost = decode(engine, [Request(GOOD, 20, block_size=4), Request(LONG, 20, block_size=1)])
+    assert texts[0] == expected
+    assert not lost
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(

@@ -29,9 +29,6 @@ class Received:
     arrivals: list[float] = field(default_factory=list)
     """Arrival times of the pieces of text."""
     num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Tokens of the prompt that were in the prefix cache."""
     text: str = ""
     acceptance_length: float | None = None
     error: str = ""
@@ -143,8 +140,6 @@ class Clients:
                 else:
                     usage = event["usage"]
                     received.num_tokens = usage["completion_tokens"]
-                    received.num_prompt_tokens = usage["prompt_tokens"]
-                    received.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                     received.acceptance_length = usage.get("acceptance_length")
                 if patience is not None and len(received.arrivals) >= patience:
                     received.vanished = True

@@ -23,8 +23,16 @@ from ray.exceptions import RayError
 from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, without_secrets, write_bytes, write_text
-from blockpilot.sweep.candidates import Method, candidates_around, check_candidates
-from blockpilot.sweep.rows import Metadata, Outcome, Reject, prompt_ids, read_parts
+from blockpilot.sweep.rows import (
+    Metadata,
+    Method,
+    Outcome,
+    Reject,
+    candidates_around,
+    check_candidates,
+    prompt_ids,
+    read_parts,
+)
 from blockpilot.sweep.summary import Summary
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads, result
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from blockpilot.control.cost import COEFFICIENTS, Load, StepPrice, fit, relative_error
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.rows import Metadata, Outcome
+from blockpilot.sweep.rows import Metadata, Outcome, candidates_around, check_candidates
 from blockpilot.types import Prefill, Sampling
 from jobs.common.config import Config, PairConfig
 
@@ -64,7 +64,6 @@ class VllmSweepWorker:
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Start an engine; returns the metadata of part files. Raises ValueError for a pair that vLLM cannot run."""
-        from blockpilot.sweep.candidates import candidates_around, check_candidates
         from jobs.sweeping.vllm_engine import VllmPair
 
         self._pair = pair = VllmPair.of(self._config)

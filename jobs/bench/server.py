@@ -69,8 +69,6 @@ class BenchServeConfig(Config):
     """Service-level objective: maximum seconds to the first token of a good request."""
     token_slo_s: float = Field(default=0.2, gt=0)
     """Service-level objective: maximum seconds per further token of a good request."""
-    vanish: float = Field(default=0.0, ge=0, le=1)
-    """Share of the requests whose client disconnects before the answer is complete."""
     pair: PairConfig = PairConfig()
     """Pair of bare:N."""
     max_prefill_tokens: int = Field(default=256, ge=1)
@@ -116,7 +114,7 @@ async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[d
     """Measure all loads and print progress; returns a row for every load and mode."""
     loads = [BenchLoad(f"{num} clients", num * config.requests_per_client, num) for num in config.concurrency]
     loads += [BenchLoad(f"{rate:g} requests/s", config.num_requests, rate=rate) for rate in config.rates]
-    async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
+    async with Clients(config.url, environment_key()) as clients:
         bench = _Bench(config, prompts, clients, config.model or await clients.first_model())
         measured = [(load, await bench.rounds(load)) for load in loads]
     return [
@@ -237,8 +235,7 @@ def _seen_by_clients(config: BenchServeConfig, rounds: Sequence[Round]) -> dict[
         "acceptance_length": float(np.mean(taus)) if taus else None,
         "num_whole": len(complete),
         "num_refused": sum(answer.status == 429 for answer in answers),
-        "num_vanished": sum(answer.vanished for answer in answers),
-        "num_failed": sum(not a.whole and not a.vanished and a.status != 429 for a in answers),
+        "num_failed": sum(not a.whole and a.status != 429 for a in answers),
     }
 
 

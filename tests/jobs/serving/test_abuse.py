@@ -25,7 +25,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts
 from helpers import abusers
 from helpers.abusers import Abuser
-from helpers.api import app_of, over_http, replica_of
+from helpers.api import app_of, idle, over_http, replica_of
 from helpers.processes import descendants
 from helpers.servers import ROOT, Server, configured
 from jobs.bench.http_load import Clients, Received
@@ -60,6 +60,7 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
         app = app_of(replica, keys=ApiKeys.of(("a-key", "another")), limits=limits)
         with over_http(app) as root:
             asyncio.run(abuse(root))
+            idle(replica)
     kinds = {"absurd: 400", "junk: 400", "leave: left", "oversized: 413", "slow body: 408", "slow reader: 200"}
     kinds |= {"grammar: wrong 400", "slow bodies: 408", "endless head: 400"}
     assert kinds <= outcomes.keys()

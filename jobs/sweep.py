@@ -6,13 +6,11 @@ prompts that have a row are skipped. Prompts that cannot be swept are listed in 
 again by the next run. The step cost is measured at the end, when nothing else decodes.
 """
 
-import platform
 import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,7 +36,7 @@ from jobs.common.cluster import connect, lone_actor, new_actor, num_threads, res
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
 from jobs.common.progress import Progress
-from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
+from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest, made_by
 from jobs.sweeping.scheduler import Scheduler, SweepTask
 from jobs.sweeping.screen import pictures, show
 from jobs.sweeping.vllm_worker import VllmSweepOptions, VllmSweepWorker
@@ -203,17 +201,7 @@ class SweepWorker:
         self._pair = pair = self._config.pair.load()
         self._candidates = candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, pair.max_length)
-        return Metadata(
-            config=identity,
-            pair=pair.id,
-            dtype=dtype_name(pair.target.dtype),
-            vocab_size=pair.vocab_size,
-            block_size=pair.block_size,
-            candidates=candidates,
-            versions={"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers")},
-            git_commit=git_commit,
-        )
+        return made_by(pair, dtype_name(pair.target.dtype), candidates, identity, git_commit)
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of these prompts."""

@@ -42,10 +42,6 @@ class Potential(NamedTuple):
     oracle: float
     """Largest possible rate: an upper bound."""
 
-    @property
-    def best_fixed_rate(self) -> float:
-        return self.fixed[self.best_fixed]
-
 
 def potential(table: Table, candidates: Sequence[int]) -> Potential:
     """Rates of a table with one column per candidate; ties go to the smallest block size."""

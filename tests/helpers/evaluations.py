@@ -19,7 +19,7 @@ from helpers.policies import tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version
 from jobs.evaluation.actor import Evaluator
-from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, groups_of
+from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, group
 
 QUESTIONS = [f"question {i}?" for i in range(8)]
 SWEPT = [f"swept {i}?" for i in range(4)]
@@ -67,7 +67,8 @@ def plan_of(
     version: Version | None = None,
     champion: int | None = None,
 ) -> Plan:
-    return Plan(tuple(texts), groups_of(texts, config), sweep, dict(policies or {}), version, champion)
+    groups = group(texts, config.group_size, config.mixed)
+    return Plan(tuple(texts), groups, sweep, dict(policies or {}), version, champion)
 
 
 class Watched(Evaluator):

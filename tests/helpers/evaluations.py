@@ -17,7 +17,7 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.types import PairId
 from helpers.policies import tiny_policy
 from helpers.prices import price
-from jobs.common.registry import Registry, Version
+from jobs.common.registry import Version
 from jobs.evaluation.actor import Evaluator
 from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, group
 
@@ -43,11 +43,6 @@ def write_policy(directory: Path, pair: Pair, block_size: int = 3) -> Path:
     outputs = [float(size == block_size) for size in CANDIDATES]
     save_policy(tiny_policy(pair.id, pair.vocab_size, CANDIDATES, outputs=outputs), directory)
     return directory
-
-
-def register(registry: Registry, directory: Path, pair: Pair) -> Version:
-    with registry.log_run("train") as record:
-        return registry.register_policy(directory, target=pair.id.target, run_id=record.id, tags=pair.id._asdict())
 
 
 def retrained(pair: Pair) -> Pair:

@@ -62,8 +62,9 @@ class SweepConfig(Config):
     """replay: decode each prompt once, and replay its text with every candidate. dense: also draft at the positions
     that a replay skips. decode: decode with every candidate, for comparison."""
     step_samples: int = Field(default=64, ge=0)
-    """Consecutive positions of every answer, from a random start, at which a dense sweep records context vector and
-    anchor: training data of policies of kind step, 2 bytes per number."""
+    """Consecutive positions of every answer, from a random start, that a dense sweep records. Policies of kind step
+    are fitted to ranks, scores and log probabilities of the draft's choices there. Context vectors and embeddings of
+    anchors, 2 bytes per number, are for studies."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)

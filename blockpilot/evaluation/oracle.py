@@ -57,8 +57,8 @@ def oracle(table: Table) -> Columns:
     Dinkelbach's algorithm (1967): a rate is feasible if some columns have sum(tokens - rate * seconds) >= 0. The
     columns that maximise this sum have at least that rate; their rate is tried next. A few rounds are enough.
     """
-    rate, best = -math.inf, table.tokens.argmax(axis=1)
-    chosen: Columns = best
+    chosen: Columns = table.tokens.argmax(axis=1)
+    rate, best = -math.inf, chosen
     while (chosen_rate := table.rate(chosen)) > rate:
         rate, best = chosen_rate, chosen
         chosen = (table.tokens - rate * table.seconds).argmax(axis=1)

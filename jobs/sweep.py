@@ -6,13 +6,11 @@ prompts that have a row are skipped. Prompts that cannot be swept are listed in 
 again by the next run. The step cost is measured at the end, when nothing else decodes.
 """
 
-import platform
 import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,14 +21,22 @@ from ray.exceptions import RayError
 from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, without_secrets, write_bytes, write_text
-from blockpilot.sweep.candidates import Method, candidates_around, check_candidates
-from blockpilot.sweep.rows import Metadata, Outcome, Reject, prompt_ids, read_parts
+from blockpilot.sweep.rows import (
+    Metadata,
+    Method,
+    Outcome,
+    Reject,
+    candidates_around,
+    check_candidates,
+    prompt_ids,
+    read_parts,
+)
 from blockpilot.sweep.summary import Summary
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads, result
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
 from jobs.common.progress import Progress
-from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
+from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest, made_by
 from jobs.sweeping.scheduler import Scheduler, SweepTask
 from jobs.sweeping.screen import pictures, show
 from jobs.sweeping.vllm_worker import VllmSweepOptions, VllmSweepWorker
@@ -56,8 +62,9 @@ class SweepConfig(Config):
     """replay: decode each prompt once, and replay its text with every candidate. dense: also draft at the positions
     that a replay skips. decode: decode with every candidate, for comparison."""
     step_samples: int = Field(default=64, ge=0)
-    """Consecutive positions of every answer, from a random start, at which a dense sweep records context vector and
-    anchor: training data of policies of kind step, 2 bytes per number."""
+    """Consecutive positions of every answer, from a random start, that a dense sweep records. Policies of kind step
+    are fitted to ranks, scores and log probabilities of the draft's choices there. Context vectors and embeddings of
+    anchors, 2 bytes per number, are for studies."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -195,17 +202,7 @@ class SweepWorker:
         self._pair = pair = self._config.pair.load()
         self._candidates = candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, pair.max_length)
-        return Metadata(
-            config=identity,
-            pair=pair.id,
-            dtype=dtype_name(pair.target.dtype),
-            vocab_size=pair.vocab_size,
-            block_size=pair.block_size,
-            candidates=candidates,
-            versions={"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers")},
-            git_commit=git_commit,
-        )
+        return made_by(pair, dtype_name(pair.target.dtype), candidates, identity, git_commit)
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of these prompts."""

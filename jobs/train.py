@@ -80,9 +80,8 @@ def _fit_network(config: TrainConfig, data: Dataset, task: FitTask, saved: State
     rank, world_size = context.get_world_rank(), context.get_world_size()
     training, validation = split_examples(data.folder, config.validation, config.fit.seed)
     network = ray.train.torch.prepare_model(new_network(training, data.metadata.vocab_size, config.fit))
-    reduce = _all_reduce if world_size > 1 else _same
-    distributed = {"rank": rank, "world_size": world_size, "reduce": reduce}
-    fit = Fit(network, training, validation, config.fit, task, **distributed)
+    reduction = {"reduce": _all_reduce} if world_size > 1 else {}
+    fit = Fit(network, training, validation, config.fit, task, rank=rank, world_size=world_size, **reduction)
     if saved is not None:
         fit.load_state_dict(saved)
     while not fit.done:
@@ -93,10 +92,6 @@ def _fit_network(config: TrainConfig, data: Dataset, task: FitTask, saved: State
 
 def _all_reduce(sums: Tensor) -> Tensor:
     torch.distributed.all_reduce(sums)
-    return sums
-
-
-def _same(sums: Tensor) -> Tensor:
     return sums
 
 

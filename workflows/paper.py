@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.policy.training import FitSettings
-from blockpilot.sweep.candidates import candidates_around
+from blockpilot.sweep.rows import candidates_around
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import model_name

@@ -58,9 +58,10 @@ def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, JsonObject]
     if not isinstance(schema, dict):
         return
     yield path, schema
-    for key, value in schema.items():
-        for step, child in _children(key, value):
-            yield from subschemas(child, (*path, key, *step))
+    children = list[tuple[Path, Any]]()
+    _with_children(schema, lambda step, child: children.append((step, child)))
+    for step, child in children:
+        yield from subschemas(child, (*path, *step))
 
 
 def rebuilt(schema: Any, change: Callable[[Path, JsonObject], JsonObject], path: Path = ()) -> Any:
@@ -81,15 +82,6 @@ def _with_children(schema: JsonObject, change: Callable[[Path, Any], Any]) -> Js
         elif key in SINGLES:
             new[key] = change((key,), value)
     return new
-
-
-def _children(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
-    if key in MAPS and isinstance(value, dict):
-        yield from (((name,), child) for name, child in value.items())
-    elif key in LISTS and isinstance(value, list):
-        yield from (((str(i),), child) for i, child in enumerate(value))
-    elif key in SINGLES:
-        yield (), value
 
 
 def properties_of(schema: Any) -> JsonObject:

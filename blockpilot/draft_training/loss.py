@@ -14,7 +14,8 @@ token and a new sample of the rest.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -285,6 +286,17 @@ def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.9) -> T
     num_frequent = int((counts[order].cumsum(0) < share * counts.sum()).sum()) + 1
     frequent: Tensor = ids[order[:num_frequent]].sort().values
     return frequent
+
+
+def by_frequency(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
+    """All token ids [vocab_size] by descending frequency in the answers; unseen tokens last, by ascending id.
+
+    Tokenizers number tokens in the order of their merges, so low ids are more frequent among unseen tokens, too.
+    """
+    counts = Counter[int]()
+    for tokens in answers:
+        counts.update(tokens)
+    return torch.tensor(sorted(range(vocab_size), key=lambda token: (-counts[token], token)))
 
 
 def sample_vocabulary(

@@ -208,7 +208,7 @@ DFLASH_ARCHITECTURES = (
     *(ARCHITECTURE, DFLASH2, DSPARK, FLAT_DSPARK),
     *("DFlashSpeculator", "DSparkSpeculator", "DFlash2Speculator"),  # of speculators, as is DSparkDraftModel
 )
-_OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies that speculators trains against
+OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies that speculators trains against
 _MARKOV = "markov_head.markov_w2.weight"
 _logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ def take_own(model: DraftModel, stored: Mapping[str, Tensor]) -> dict[str, Tenso
     This head may score fewer tokens than the target's: `d2t` is the offset from each of its indices to the target's
     token id. The confidence head is left out, because the acceptance model's features are more informative.
     """
-    known = {name: value for name, value in stored.items() if name not in (*_OF_TARGET, "d2t", "t2d")}
+    known = {name: value for name, value in stored.items() if name not in (*OF_TARGET, "d2t", "t2d")}
     weights = {name: value for name, value in known.items() if not name.startswith("confidence_head.")}
     if len(weights) < len(known):
         _logger.warning("the draft's confidence head is not used: the acceptance model takes its place")

@@ -7,7 +7,7 @@ layer means its output in `eagle_config` (as in SGLang) and `target_layer_ids`, 
 vLLM).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from blockpilot.drafts.dflash_checkpoint import (
+    OF_TARGET,
     check_weights,
     named_errors,
     read_config,
@@ -23,6 +24,7 @@ from blockpilot.drafts.dflash_checkpoint import (
     write_checkpoint,
 )
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
+from blockpilot.drafts.options import check_neutral
 from blockpilot.models.cache import head_dim, layer_config, num_kv_heads
 from blockpilot.models.decoder import full_rope
 
@@ -43,7 +45,6 @@ _NEUTRAL: dict[str, Any] = {
     **{"use_sliding_window": False, "sliding_window": None, "quantization_config": None},
 }
 _NEUTRAL_EAGLE = {"use_aux_hidden_state": True, "return_hidden_post_norm": False}
-_OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies that speculators trains against
 _EMBEDDINGS = "embed_tokens.weight"
 _SHARED_WITH_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -58,7 +59,7 @@ def load_eagle3(directory: Path) -> Eagle3Model:
     """
     model = _new_model(directory / "config.json")
     weights = {_name(name): value for name, value in read_weights(directory).items()}
-    weights = {name: value for name, value in weights.items() if name not in _OF_TARGET}
+    weights = {name: value for name, value in weights.items() if name not in OF_TARGET}
     shape = (model.config.vocab_size, model.config.hidden_size)
     if _EMBEDDINGS in weights and weights[_EMBEDDINGS].shape == shape:
         model.carry_embeddings(weights[_EMBEDDINGS].float())
@@ -105,8 +106,8 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
         raise ValueError("draft config.json lacks draft_vocab_size")
     neutral = _NEUTRAL | {"target_hidden_size": network.get("hidden_size")}
     neutral |= {"model_type": "qwen3" if network.get("model_type") == "qwen3" else "llama"}
-    _refuse(stored | network, neutral)
-    _refuse(eagle, _NEUTRAL_EAGLE)
+    check_neutral(stored | network, neutral)
+    check_neutral(eagle, _NEUTRAL_EAGLE)
     options = Eagle3Options(
         draft_vocab_size=int(stored.get("draft_vocab_size") or network["vocab_size"]),
         block_size=_block_size(stored),
@@ -128,13 +129,6 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     return LlamaConfig.from_dict(
         {name: value for name, value in filled.items() if name not in draft_options}
     ), options
-
-
-def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the option, if one has another value than its neutral one."""
-    for name, value in neutral.items():
-        if options.get(name) not in (None, value):
-            raise ValueError(f"draft option {name} = {options[name]}: not supported (only {value})")
 
 
 def _block_size(stored: dict[str, Any]) -> int:
@@ -175,19 +169,6 @@ def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.
     write_checkpoint(model, model.state_dict(), stored, directory, dtype)
 
 
-def new_eagle3_config(target_config: Any) -> LlamaConfig:
-    """Configuration of a new draft for a target: one layer like the target's first, with its rotary base."""
-    first_layer = layer_config(target_config, 0)
-    options: dict[str, Any] = {name: getattr(first_layer, name, None) for name in _SHARED_WITH_TARGET} | {
-        "num_hidden_layers": 1,
-        "num_key_value_heads": num_kv_heads(first_layer),
-        "head_dim": head_dim(first_layer),
-        "rope_parameters": full_rope(target_config),
-        "tie_word_embeddings": False,
-    }
-    return LlamaConfig(**options)
-
-
 def new_eagle3(
     target_config: Any,
     vocabulary: Tensor,
@@ -195,8 +176,9 @@ def new_eagle3(
     block_size: int = Eagle3Options.block_size,
     target_layer_ids: Sequence[int] | None = None,
 ) -> Eagle3Model:
-    """New draft for a target, which proposes the tokens of `vocabulary` (the target's ids, in any order).
+    """New draft for a target: one layer like the target's first, with its rotary base.
 
+    It proposes the tokens of `vocabulary` (the target's ids, in any order).
     Raises ValueError for layers that the target does not have, and if there are not three of them.
     """
     num_layers = target_config.num_hidden_layers
@@ -205,6 +187,14 @@ def new_eagle3(
         raise ValueError(f"target_layer_ids {list(ids)}: EAGLE-3 reads {NUM_FEATURES} layers")
     options = Eagle3Options(len(vocabulary), block_size, ids)
     options.layer_ids(num_layers)
-    model = Eagle3Model(new_eagle3_config(target_config), options)
+    first_layer = layer_config(target_config, 0)
+    config: dict[str, Any] = {name: getattr(first_layer, name, None) for name in _SHARED_WITH_TARGET} | {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": num_kv_heads(first_layer),
+        "head_dim": head_dim(first_layer),
+        "rope_parameters": full_rope(target_config),
+        "tie_word_embeddings": False,
+    }
+    model = Eagle3Model(LlamaConfig(**config), options)
     model.use_vocabulary(vocabulary)
     return model

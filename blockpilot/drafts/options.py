@@ -1,5 +1,6 @@
 """Options of a DFlash checkpoint that Qwen3Config does not have."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,8 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
     architectures = config.architectures or [ARCHITECTURE]
     if not {ARCHITECTURE, DFLASH2} & {*architectures}:
         raise ValueError(f"draft architecture {architectures}: supported are {ARCHITECTURE}, {DFLASH2}")
-    for name, neutral in (_NEUTRAL | {"target_hidden_size": config.hidden_size}).items():
-        if option(name) not in (None, neutral):
-            raise ValueError(f"draft option {name} = {option(name)}: not supported (only {neutral})")
+    neutral = _NEUTRAL | {"target_hidden_size": config.hidden_size}
+    check_neutral({name: option(name) for name in neutral}, neutral)
     if "sliding_attention" in (config.layer_types or ()) and config.sliding_window is None:
         raise ValueError("draft layer_types has sliding_attention without a window in use (sliding_window = None)")
     head_type = option("markov_head_type") or _HEAD_TYPES[0]
@@ -100,6 +100,13 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
         sample_from_anchor=from_anchor,
         causal=_causal({name: option(name) for name in CAUSAL}),
     )
+
+
+def check_neutral(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the option, if one has another value than its neutral one."""
+    for name, value in neutral.items():
+        if options.get(name) not in (None, value):
+            raise ValueError(f"draft option {name} = {options[name]}: not supported (only {value})")
 
 
 def _natural(name: str, value: Any) -> int:

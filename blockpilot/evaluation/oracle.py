@@ -6,13 +6,13 @@ noise included, so its rate is a bound and never a result. Rates of a policy fro
 worth decoding with. With taus as tokens and one second each, rates are mean taus, as in published tables.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.evaluation.ratio import largest_ratio
 from blockpilot.evaluation.statistics import Interval, interval
 
 Array = NDArray[np.float64]
@@ -42,10 +42,6 @@ class Potential(NamedTuple):
     oracle: float
     """Largest possible rate: an upper bound."""
 
-    @property
-    def best_fixed_rate(self) -> float:
-        return self.fixed[self.best_fixed]
-
 
 def potential(table: Table, candidates: Sequence[int]) -> Potential:
     """Rates of a table with one column per candidate; ties go to the smallest block size."""
@@ -56,13 +52,17 @@ def potential(table: Table, candidates: Sequence[int]) -> Potential:
 
 
 def oracle(table: Table) -> Columns:
-    """The column of every choice [choices] that maximises total tokens over total seconds."""
+    """The column of every choice [choices] that maximises total tokens over total seconds.
 
-    def maximise(rate: float) -> tuple[Columns, float]:
-        chosen: Columns = (table.tokens - rate * table.seconds).argmax(axis=1)
-        return chosen, table.rate(chosen)
-
-    return largest_ratio(maximise)[0]
+    Dinkelbach's algorithm (1967): a rate is feasible if some columns have sum(tokens - rate * seconds) >= 0. The
+    columns that maximise this sum have at least that rate; their rate is tried next. A few rounds are enough.
+    """
+    chosen: Columns = table.tokens.argmax(axis=1)
+    rate, best = -math.inf, chosen
+    while (chosen_rate := table.rate(chosen)) > rate:
+        rate, best = chosen_rate, chosen
+        chosen = (table.tokens - rate * table.seconds).argmax(axis=1)
+    return best
 
 
 def gain(table: Table, chosen: Columns, fixed: Columns) -> Interval:

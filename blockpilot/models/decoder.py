@@ -85,14 +85,14 @@ class Decoder:
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
         self._kind = model.dtype, model.device
-        if self.head.is_packed and is_new:
+        if self.head.packed is not None and is_new:
             copy_mapped_weights(model)
             use_huge_pages()
 
     @property
     def exactness(self) -> str:
         """Exactness of texts on this machine, "bit for bit" or "up to rounding", and the reason."""
-        if isinstance(self._layers, NativeLayers | NativeHybridLayers) and self.head.is_packed:
+        if isinstance(self._layers, NativeLayers | NativeHybridLayers) and self.head.packed is not None:
             return "bit for bit: layers in C"
         return f"up to rounding: layers by torch ({reason_without(*self._kind)})"
 

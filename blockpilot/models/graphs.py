@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.device import sent
-from blockpilot.models.packing import Packing, within
+from blockpilot.models.packing import Packing, followed_bits, within
 
 MOST_WIDTH, MOST_TOKENS = 32, 512  # maxima of a box
 LEAST_LENGTH = 256  # columns
@@ -71,7 +71,7 @@ class Box(NamedTuple):
         depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
         for slot, row_depths, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
             depths[slot, : len(row_depths)] = row_depths
-            follows[slot, : len(row_depths)] = _followed_bits(parents)
+            follows[slot, : len(row_depths)] = followed_bits(parents)
         # 3. The fields of `BoxTokens`, and both maps between the packing and the box.
         is_token, numbers = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
         # Padding is stored in the last column; in its row it attends to the first token only, so it stays finite.
@@ -207,11 +207,3 @@ class Graphs:
 def _power_of_two(number: int) -> int:
     """The least power of two that is at least `number`."""
     return 1 << math.ceil(math.log2(number))
-
-
-def _followed_bits(parents: Sequence[int]) -> list[int]:
-    """Bits of the ancestors and the token itself, for every token of a row."""
-    bits = [1]
-    for child, parent in enumerate(parents, 1):
-        bits.append(bits[parent] | 1 << child)
-    return bits

@@ -39,10 +39,6 @@ class Product:
         """The product in C; None if it is by torch."""
         return self._weight if isinstance(self._weight, NativeProduct) else None
 
-    @property
-    def is_packed(self) -> bool:
-        return self.packed is not None
-
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self._weight, NativeProduct):
             return self._weight(x)
@@ -122,7 +118,7 @@ def prepared(
         return product
     product = Product(layers, inputs, outputs)
     for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-        if product.is_packed:
+        if product.packed is not None:
             setattr(parent, name, PreparedLinear(layer, product, index))
         elif len(layers) > 1:
             layer.weight = nn.Parameter(product.parts()[index][0], requires_grad=False)

@@ -37,7 +37,7 @@ def _is_packed(layer: LayerWeights) -> bool:
     if layer.mixture is not None and layer.mixture.prepared is None:
         return False
     products = layer.qkv, layer.out, layer.gate_up, layer.down
-    return all(product.is_packed for product in products if product is not None)
+    return all(product.packed is not None for product in products if product is not None)
 
 
 class _ExpertNormsStruct(Structure):

@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -132,7 +131,8 @@ class Packing:
         mask = np.zeros((len(self.sizes), 1, self.width, self.length), dtype=bool)
         for row, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             mask[row, 0, :, :start] = True
-            mask[row, 0, :size, start : start + size] = _followed(self.parents[row])
+            bits = np.array(followed_bits(self.parents[row]))[:, None]
+            mask[row, 0, :size, start : start + size] = bits >> np.arange(size) & 1
         return sent(torch.from_numpy(mask), device)
 
     def visible_in(self, window: int | None) -> Tensor:
@@ -200,12 +200,12 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def _followed(parents: Sequence[int]) -> NDArray[np.bool]:
-    """[1 + n, 1 + n]: mask of the ancestors and the token itself, for every token of a row."""
-    followed = np.eye(1 + len(parents), dtype=bool)
+def followed_bits(parents: Sequence[int]) -> list[int]:
+    """[1 + n]: bits of the ancestors and the token itself, for every token of a row of at most MAX_BLOCK_SIZE."""
+    bits = [1]
     for child, parent in enumerate(parents, 1):
-        followed[child] |= followed[parent]  # a parent comes before its children
-    return followed
+        bits.append(bits[parent] | 1 << child)  # a parent comes before its children
+    return bits
 
 
 def grouped_attention(

@@ -84,6 +84,11 @@ def pointer(values: "Array | array[int]") -> ctypes.Array[ctypes.c_char]:
     return _NOTHING.from_buffer(values)  # type: ignore[arg-type]  # a buffer: numpy's types are older
 
 
+def tensor_pointer(values: torch.Tensor | None) -> ctypes.c_void_p | None:
+    """A contiguous tensor as an argument of a C function, NULL for None; the caller keeps it alive."""
+    return None if values is None else ctypes.c_void_p(values.data_ptr())
+
+
 def fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
     """Fields of a struct that all have the same type."""
     return tuple((name, kind) for name in names)

@@ -3,13 +3,13 @@
 By torch they take a dozen calls and one millisecond, 4% of a step of the embedded draft.
 """
 
-from ctypes import c_int, c_long, c_void_p
+from ctypes import c_int, c_long
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockpilot.native.library import text_library
+from blockpilot.native.library import tensor_pointer, text_library
 from blockpilot.types import Candidates
 
 MOST_WIDTH, MOST_RANK = 64, 512  # of linking.c
@@ -58,19 +58,9 @@ def link_choices(
     followed = LinkedChoices(tokens, torch.empty(shape), torch.empty(shape), indices)
     sizes = map(c_long, (num_slots, contexts, width, rank, hidden.shape[1], shape[2]))
     # Variables keep the arrays alive during the call: C has their addresses.
-    inputs = hidden.float().contiguous(), before.contiguous(), temperatures
+    states, tokens_before = hidden.float().contiguous(), before.contiguous()
+    inputs = states, tables.projection, tables.predecessors, tables.successors, tokens_before, temperatures
     slot_choices = choices.tokens.contiguous(), choices.log_probs.contiguous(), choices.scores.contiguous()
-    library.link_choices(
-        *(*sizes, _pointer(inputs[0]), _pointer(tables.projection), _pointer(tables.predecessors)),
-        *(
-            _pointer(tables.successors),
-            *map(_pointer, inputs[1:]),
-            c_int(is_whole),
-            *map(_pointer, (*slot_choices, *followed)),
-        ),
-    )
+    arguments, choice_arguments = map(tensor_pointer, inputs), map(tensor_pointer, (*slot_choices, *followed))
+    library.link_choices(*sizes, *arguments, c_int(is_whole), *choice_arguments)
     return followed
-
-
-def _pointer(values: Tensor | None) -> c_void_p | None:
-    return None if values is None else c_void_p(values.data_ptr())

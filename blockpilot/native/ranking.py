@@ -5,14 +5,14 @@ At temperature 1, a block of 16 tokens takes less than 1 ms; by torch, which rea
 
 import math
 from collections.abc import Sequence
-from ctypes import c_int, c_long, c_void_p
+from ctypes import c_int, c_long
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.native.library import library_for, pointer
+from blockpilot.native.library import library_for, pointer, tensor_pointer
 from blockpilot.types import Sampling
 
 LARGEST = 1e30  # scores beyond it count as not finite; higher temperatures are clipped, with the same result
@@ -88,13 +88,9 @@ def rank(
     log_probs = torch.empty(shape) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)
     room = torch.empty(shape, dtype=torch.float64)
-    results = map(_pointer, (tokens, values, log_probs, broken, room))
-    ids, indices = (None, None) if of is None else map(_pointer, of)
+    results = map(tensor_pointer, (tokens, values, log_probs, broken, room))
+    ids, indices = (None, None) if of is None else map(tensor_pointer, of)
     sizes = map(c_long, (*logits.shape, size if of is None else len(of.indices)))
-    inputs = _pointer(logits), *map(pointer, (limits, draws, row_positions))
+    inputs = tensor_pointer(logits), *map(pointer, (limits, draws, row_positions))
     library.rank_rows(*sizes, ids, indices, *inputs, c_long(num), *results, c_int(torch.get_num_threads()))
     return Ranked(tokens, values, broken, log_probs)
-
-
-def _pointer(values: Tensor | None) -> c_void_p | None:
-    return None if values is None else c_void_p(values.data_ptr())

@@ -213,7 +213,7 @@ def _sums(task: FitTask, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
 
 
 class Fit:
-    """Training loop: `while not fit.done: fit.run_epoch()`, then `fit.best_weights()`.
+    """Training loop: `while not fit.done: fit.run_epoch()`, then `fit.best`.
 
     `network` may be wrapped for data parallelism; `reduce` sums a tensor over ranks. Equal seeds give equal results,
     also when the training is interrupted and resumed by `state_dict` and `load_state_dict`.
@@ -241,6 +241,7 @@ class Fit:
         self.best_epoch = 0
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
+        """Weights of the best epoch so far, or of the last one without `patience`."""
         self.history: list[dict[str, float]] = []
 
     @property
@@ -271,10 +272,6 @@ class Fit:
     @property
     def _bare(self) -> PolicyNetwork:
         return bare(self.network)
-
-    def best_weights(self) -> dict[str, Tensor]:
-        """Weights of the best epoch so far, or of the last one without `patience`."""
-        return self.best
 
     def state_dict(self) -> dict[str, Any]:
         """State to resume the training from: tensors and plain numbers."""

@@ -1,5 +1,7 @@
 """Rows of a sweep as Parquet: per prompt, tau of every block size and the target's distribution after the prefill.
 
+The block sizes to compare, the candidate set, are by default those of BlockPilot (arXiv 2606.31315).
+
 A file has one row per prompt, one schema, and provenance as a JSON value in its metadata. Rows are validated when
 they are written and when they are read, and files are written atomically.
 """
@@ -11,7 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 
 from blockpilot.prompts.files import Prompt
 from blockpilot.storage import Place, file_names, first_line, is_file, is_folder, join, located, write_bytes
-from blockpilot.types import PairId
+from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, PairId
 
 METADATA_KEY, DIGEST_KEY = b"blockpilot", b"blockpilot.sha256"
 NUM_CHOICES = 8  # recorded choices per slot
@@ -29,6 +31,7 @@ MIN_PROB = 1e-5  # smaller prefill_probs are summed into tail_mass
 MASS_TOLERANCE = 1e-3  # |sum(probs) + tail_mass - 1|: rounding of a float32 softmax over a large vocabulary
 ROW_GROUP_SIZE = 256
 
+Method = Literal["replay", "dense", "decode"]
 Ints = Annotated[list[int], pa.list_(pa.int32())]
 Floats = Annotated[list[float], pa.list_(pa.float32())]
 ARROW = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64(), bytes: pa.large_binary()}
@@ -134,6 +137,20 @@ class Sweep(NamedTuple):
 
     rows: list[SweepRow]
     metadata: Metadata
+
+
+def candidates_around(block_size: int, k: int = 2) -> list[int]:
+    """The paper's candidate set {B0 - k .. B0 + k}, limited to 1 .. MAX_BLOCK_SIZE."""
+    return [b for b in range(block_size - k, block_size + k + 1) if 1 <= b <= MAX_BLOCK_SIZE]
+
+
+def check_candidates(candidates: Sequence[int], context: int | None = None) -> None:
+    """Raise ValueError for an invalid candidate set, or block sizes above MAX_BLOCK_SIZE or not below `context`."""
+    largest = max(CandidateSet(tuple(candidates)))
+    if largest > MAX_BLOCK_SIZE:
+        raise ValueError(f"candidates {tuple(candidates)}: block sizes must be at most {MAX_BLOCK_SIZE}")
+    if context is not None and largest >= context:
+        raise ValueError(f"candidates {tuple(candidates)}: must be shorter than the target's context of {context}")
 
 
 def prompt_ids(prompt: Prompt, seed: int, temperature: float) -> tuple[str, ...]:

@@ -26,9 +26,17 @@ from blockpilot.native.library import has_functions
 from blockpilot.native.matching import TextIndex
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.candidates import Method, check_candidates
 from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, choices_at, know, walk
-from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, Outcome, Reject, SweepRow, prompt_ids
+from blockpilot.sweep.rows import (
+    MIN_PROB,
+    NUM_CHOICES,
+    Method,
+    Outcome,
+    Reject,
+    SweepRow,
+    check_candidates,
+    prompt_ids,
+)
 from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Prefill, Request, Sampling, Step
 

@@ -9,8 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,20 +28,16 @@ class Received:
     arrivals: list[float] = field(default_factory=list)
     """Arrival times of the pieces of text."""
     num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Tokens of the prompt that were in the prefix cache."""
     text: str = ""
     acceptance_length: float | None = None
     error: str = ""
     """Reason why the answer is incomplete."""
-    vanished: bool = False
     retry_after_s: float = 1.0
     """Retry-After of a refusal."""
 
     @property
     def whole(self) -> bool:
-        return self.status == 200 and not self.error and not self.vanished
+        return self.status == 200 and not self.error
 
     @property
     def first_token_s(self) -> float:
@@ -60,17 +55,14 @@ class Received:
 
 
 class Clients:
-    """HTTP clients that send /v1/chat/completions bodies to `url` (which ends in /v1).
+    """HTTP clients that send /v1/chat/completions bodies to `url` (which ends in /v1)."""
 
-    `vanish`: share of requests whose client disconnects early.
-    """
-
-    def __init__(self, url: str, key: str | None = None, *, vanish: float = 0.0) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S, pool=None)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits)
-        self._url, self._vanish, self._dice = url, vanish, random.Random(0)
+        self._url, self._dice = url, random.Random(0)
 
     async def __aenter__(self) -> "Clients":
         return self
@@ -112,15 +104,14 @@ class Clients:
         return [task.result() for task in tasks]
 
     async def send(self, body: Mapping[str, Any]) -> Received:
-        """Send one request; read its answer to the end, or until the client disconnects."""
+        """Send one request, and read its answer to the end."""
         received = Received(time.perf_counter())
-        patience = self._dice.randint(1, 20) if self._dice.random() < self._vanish else None
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._http.stream("POST", "chat/completions", json=request) as response:
                 received.status = response.status_code
                 if response.status_code == 200:
-                    await self._read(response, received, patience)
+                    await self._read(response, received)
                 else:
                     received.error = (await response.aread()).decode(errors="replace")[:500]
                     received.retry_after_s = float(response.headers.get("retry-after", received.retry_after_s))
@@ -128,32 +119,26 @@ class Clients:
             received.error = f"{type(error).__name__}: {error}"
         return received
 
-    async def _read(self, response: httpx.Response, received: Received, patience: int | None) -> None:
+    async def _read(self, response: httpx.Response, received: Received) -> None:
         ended = False
-        async with aclosing(_events(response)) as events:
-            async for event in events:
-                if event is None:
-                    ended = True
-                elif "error" in event:
-                    received.error = event["error"]["message"]
-                elif event["choices"]:
-                    if content := event["choices"][0]["delta"].get("content"):
-                        received.text += content
-                        received.arrivals.append(time.perf_counter())
-                else:
-                    usage = event["usage"]
-                    received.num_tokens = usage["completion_tokens"]
-                    received.num_prompt_tokens = usage["prompt_tokens"]
-                    received.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                    received.acceptance_length = usage.get("acceptance_length")
-                if patience is not None and len(received.arrivals) >= patience:
-                    received.vanished = True
-                    return
+        async for event in _events(response):
+            if event is None:
+                ended = True
+            elif "error" in event:
+                received.error = event["error"]["message"]
+            elif event["choices"]:
+                if content := event["choices"][0]["delta"].get("content"):
+                    received.text += content
+                    received.arrivals.append(time.perf_counter())
+            else:
+                usage = event["usage"]
+                received.num_tokens = usage["completion_tokens"]
+                received.acceptance_length = usage.get("acceptance_length")
         if not ended and not received.error:
             received.error = "the stream was cut"
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any] | None, None]:
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
     """Objects of a stream; None at its regular end."""
     async for line in response.aiter_lines():
         if line.startswith("data: "):

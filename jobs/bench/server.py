@@ -1,10 +1,8 @@
 """Load test of a running server: throughput and latency seen by its clients, by mode of choosing block sizes.
 
 Modes are interleaved on one server, round by round with the same prompts. `auto` leaves the choice to the server. A
-number is a fixed block size for every request; 1 is plain decoding. `bare:N` is the engine with block size N in this
-process, without a server, to measure the overhead of serving; a request arrives one step after a previous answer has
-ended. A round of a closed loop starts and ends idle, so its tokens per second include filling and draining the batch,
-in the same way for all modes.
+number is a fixed block size for every request; 1 is plain decoding. A round of a closed loop starts and ends idle, so
+its tokens per second include filling and draining the batch, in the same way for all modes.
 
     python jobs/serve.py &
     python jobs/bench/server.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
@@ -23,21 +21,15 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
-import torch
 from pydantic import Field, PositiveFloat, field_validator
 
-from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.statistics import Interval, ratio_of_totals
 from blockpilot.evaluation.tables import markdown, with_range
-from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.storage import write_text
-from blockpilot.types import Request, Sampling
 from jobs.bench.http_load import Clients, Received
-from jobs.common.config import Config, PairConfig, main
+from jobs.common.config import Config, main
 from jobs.serving.clients import environment_key
-
-BARE = "bare:"
 
 
 class BenchServeConfig(Config):
@@ -50,7 +42,7 @@ class BenchServeConfig(Config):
     prompts: tuple[str, ...] = ("demo",)
     """Names of prompt sets, and prompt files; the same number of prompts is taken from each."""
     modes: tuple[str, ...] = ("auto", "1", "2", "4", "8")
-    """Modes to measure: auto, block sizes, and bare:N; the first one is the baseline."""
+    """Modes to measure: auto and block sizes; the first one is the baseline."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     """Numbers of clients of the closed loops."""
     rates: tuple[PositiveFloat, ...] = ()
@@ -69,14 +61,6 @@ class BenchServeConfig(Config):
     """Service-level objective: maximum seconds to the first token of a good request."""
     token_slo_s: float = Field(default=0.2, gt=0)
     """Service-level objective: maximum seconds per further token of a good request."""
-    vanish: float = Field(default=0.0, ge=0, le=1)
-    """Share of the requests whose client disconnects before the answer is complete."""
-    pair: PairConfig = PairConfig()
-    """Pair of bare:N."""
-    max_prefill_tokens: int = Field(default=256, ge=1)
-    """Maximum prompt tokens in one step of bare:N, like the server's option."""
-    num_threads: int = Field(default=1, ge=1)
-    """Torch threads of bare:N."""
     output: Path = Path("runs/bench_serve")
     """Output directory of the table and its figures as JSON."""
 
@@ -84,8 +68,8 @@ class BenchServeConfig(Config):
     @classmethod
     def _check_modes(cls, modes: tuple[str, ...]) -> tuple[str, ...]:
         for mode in modes:
-            if mode != "auto" and not mode.removeprefix(BARE).isdecimal():
-                raise ValueError(f"mode {mode!r}: must be auto, a block size, or bare:N")
+            if mode != "auto" and not mode.isdecimal():
+                raise ValueError(f"mode {mode!r}: must be auto or a block size")
         if not modes or len(set(modes)) < len(modes):
             raise ValueError(f"modes {modes}: at least one is needed, and each once")
         return modes
@@ -105,8 +89,11 @@ class Round(NamedTuple):
     """Results of one mode in one round."""
 
     seconds: float
-    num_tokens: int
-    received: Sequence[Received] = ()
+    received: Sequence[Received]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.received)
 
 
 # --- measuring ---
@@ -116,7 +103,7 @@ async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[d
     """Measure all loads and print progress; returns a row for every load and mode."""
     loads = [BenchLoad(f"{num} clients", num * config.requests_per_client, num) for num in config.concurrency]
     loads += [BenchLoad(f"{rate:g} requests/s", config.num_requests, rate=rate) for rate in config.rates]
-    async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
+    async with Clients(config.url, environment_key()) as clients:
         bench = _Bench(config, prompts, clients, config.model or await clients.first_model())
         measured = [(load, await bench.rounds(load)) for load in loads]
     return [
@@ -129,11 +116,6 @@ async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[d
 class _Bench:
     def __init__(self, config: BenchServeConfig, prompts: Sequence[Prompt], clients: Clients, model: str) -> None:
         self._config, self._prompts, self._clients, self._model = config, prompts, clients, model
-        self._pair: Pair | None = None
-        if any(mode.startswith(BARE) for mode in config.modes):
-            torch.set_num_threads(config.num_threads)
-            self._pair = config.pair.load()
-            self._decode(prompts[:1], 2, 1)  # weights are packed at their first use
 
     async def rounds(self, load: BenchLoad) -> dict[str, list[Round]]:
         """Run all rounds under a load; returns them by mode."""
@@ -149,17 +131,12 @@ class _Bench:
 
     async def _round(self, mode: str, prompts: Sequence[Prompt], load: BenchLoad) -> Round:
         started = time.perf_counter()
-        if mode.startswith(BARE):
-            assert load.num_clients is not None, "bare:N has no open loop"
-            size = int(mode.removeprefix(BARE))
-            num_tokens = await asyncio.to_thread(self._decode, prompts, size, load.num_clients)
-            return Round(time.perf_counter() - started, num_tokens)
         bodies = [self._body(prompt, mode) for prompt in prompts]
         if load.num_clients is not None:
             received = await self._clients.closed_loop(bodies, load.num_clients)
         else:
             received = await self._clients.open_loop(bodies, load.rate)
-        return Round(time.perf_counter() - started, sum(answer.num_tokens for answer in received), received)
+        return Round(time.perf_counter() - started, received)
 
     def _body(self, prompt: Prompt, mode: str) -> dict[str, Any]:
         return {
@@ -171,41 +148,6 @@ class _Bench:
             "block_size": mode if mode == "auto" else int(mode),
             "cache_salt": uuid4().hex,  # modes share prompts, but not cached prefixes
         }
-
-    def _decode(self, prompts: Sequence[Prompt], block_size: int, num_clients: int) -> int:
-        """Decode the prompts with an engine in this process; returns the number of tokens."""
-        assert self._pair is not None
-        config, pair = self._config, self._pair
-        sampling = Sampling(temperature=config.temperature)
-        requests = [
-            Request(
-                prompt.encode(pair.tokenizer),
-                answer_limit(prompt, config.max_tokens),
-                sampling,
-                block_size,
-                pair.stop_token_ids,
-            )
-            for prompt in prompts
-        ]
-        longest = max(len(request.prompt_ids) for request in requests) + config.max_tokens
-        engine = Engine(pair, num_slots=num_clients, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
-        return _closed_loop(engine, requests, num_clients)
-
-
-def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> int:
-    """Closed loop without a server: a request arrives one step after another has ended; returns the tokens."""
-    waiting = deque(requests)
-    num_tokens, num_sent, num_ended = 0, concurrency, 0
-    while waiting or not engine.idle:
-        for _ in range(min(num_sent, len(waiting))):
-            engine.add(waiting.popleft())
-        num_sent = num_ended
-        steps = engine.step()
-        num_tokens += sum(len(step.tokens) for step in steps)
-        num_ended = sum(step.finish_reason is not None for step in steps)
-        if engine.idle:  # nothing to wait for
-            num_sent, num_ended = num_sent + num_ended, 0
-    return num_tokens
 
 
 # --- reporting ---
@@ -223,8 +165,6 @@ def _row(
 
 def _seen_by_clients(config: BenchServeConfig, rounds: Sequence[Round]) -> dict[str, Any]:
     answers = [answer for r in rounds for answer in r.received]
-    if not answers:
-        return {}
     complete = [answer for answer in answers if answer.whole and answer.arrivals]
     in_time = [answer for answer in complete if answer.first_token_s <= config.first_token_slo_s]
     good = [answer for answer in in_time if answer.token_s <= config.token_slo_s]
@@ -237,8 +177,7 @@ def _seen_by_clients(config: BenchServeConfig, rounds: Sequence[Round]) -> dict[
         "acceptance_length": float(np.mean(taus)) if taus else None,
         "num_whole": len(complete),
         "num_refused": sum(answer.status == 429 for answer in answers),
-        "num_vanished": sum(answer.vanished for answer in answers),
-        "num_failed": sum(not a.whole and not a.vanished and a.status != 429 for a in answers),
+        "num_failed": sum(not a.whole and a.status != 429 for a in answers),
     }
 
 
@@ -249,7 +188,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 def _cells(row: dict[str, Any], baseline: str) -> dict[str, str]:
     """A row as text."""
     names = {"first token s": "first_token_s", "token s": "token_s", "gap s": "gap_s"}
-    percentiles = {title: row.get(name) for title, name in names.items()}
+    percentiles = {title: row[name] for title, name in names.items()}
     latencies = {
         f"{title}, p50 / p99": f"{at['p50']:.2f} / {at['p99']:.2f}" if at else "" for title, at in percentiles.items()
     }
@@ -259,16 +198,14 @@ def _cells(row: dict[str, Any], baseline: str) -> dict[str, str]:
         "tokens/s": f"{row['tokens_per_s']:.1f}",
         f"of {baseline}": with_range(Interval(**row["ratio"]), 2),
         **latencies,
-        "good/s": f"{row['good_per_s']:.2f}" if "good_per_s" in row else "",
-        "tau": f"{row['acceptance_length']:.2f}" if row.get("acceptance_length") else "",
-        "refused or failed": str(row["num_failed"] + row["num_refused"]) if "num_failed" in row else "",
+        "good/s": f"{row['good_per_s']:.2f}",
+        "tau": f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else "",
+        "refused or failed": str(row["num_failed"] + row["num_refused"]),
     }
 
 
 def run(config: BenchServeConfig) -> list[dict[str, Any]]:
     """Print and write a table and its figures as JSON (the last line). Raises ValueError without a server."""
-    if config.rates and any(mode.startswith(BARE) for mode in config.modes):
-        raise ValueError("modes: bare:N has no open loop; leave it or --rates out")
     sets = [load_prompts(name) for name in config.prompts]
     num = min(map(len, sets))
     prompts = [prompt for prompt_set in sets for prompt in prompt_set[:num]]

@@ -113,17 +113,6 @@ def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
     return values, np.maximum([values - low, high - values], 0)
 
 
-def over_time(series: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
-    """A panel for each series of (seconds, value), one below the other."""
-    figure = Figure(figsize=(5, 1.8 * len(series)), layout="constrained")
-    panels = figure.subplots(len(series), 1, sharex=True, squeeze=False)
-    for axes, (name, points) in zip(panels.flat, series.items(), strict=True):
-        axes.plot(*zip(*points, strict=True), ".-", markersize=3)
-        axes.set(ylabel=name, ylim=(0, None))
-    panels.flat[-1].set_xlabel("seconds")
-    return _png(figure)
-
-
 def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5, 3.2), layout="constrained")
     return figure, figure.add_subplot(xlabel=xlabel, ylabel=ylabel)

@@ -192,7 +192,8 @@ class Plan(NamedTuple):
     def without(self, indices: Collection[int], config: EvaluateConfig) -> "Plan":
         """The plan without the prompts at these indices."""
         prompts = tuple(prompt for i, prompt in enumerate(self.prompts) if i not in indices)
-        return self._replace(prompts=prompts, groups=groups_of(prompts, config)) if indices else self
+        groups = group(prompts, config.group_size, config.mixed)
+        return self._replace(prompts=prompts, groups=groups) if indices else self
 
     def reasons(self, set_aside: Mapping[int, str]) -> str:
         """The first reasons why prompts are set aside; `set_aside`: all reasons by index."""
@@ -206,7 +207,8 @@ class Plan(NamedTuple):
 
 def plan_for(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
     """The plan for these prompts and sweeps. Raises ValueError for policies that do not fit them."""
-    plan = Plan(prompts, groups_of(prompts, config), swept, *find_policies(config, registry))
+    groups = group(prompts, config.group_size, config.mixed)
+    plan = Plan(prompts, groups, swept, *find_policies(config, registry))
     _check_held_out(plan)
     return plan._replace(price=known_price(config, plan))
 
@@ -231,13 +233,8 @@ def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | Non
     return prompts, _read_sweeps(config, prompts) if config.sweep else None
 
 
-def groups_of(prompts: Sequence[Prompt], config: EvaluateConfig) -> tuple[tuple[int, ...], ...]:
-    """Indices of the prompts of each group: all of one set or, if mixed, of all sets, interleaved."""
-    return group(prompts, config.group_size, config.mixed)
-
-
 def group(prompts: Sequence[Prompt], num: int, mixed: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Indices of the prompts of each group, at most `num`."""
+    """Indices of the prompts of each group, at most `num`: all of one set or, if mixed, of all sets, interleaved."""
     by_set: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_set.setdefault(prompt.set, []).append(index)

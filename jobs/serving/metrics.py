@@ -19,6 +19,14 @@ if TYPE_CHECKING:  # the gateway needs no torch
     from jobs.serving.replies import Answered
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+GAUGES = {
+    "blockpilot_active_rows": "Requests that are decoded.",
+    "blockpilot_waiting_requests": "Requests that wait for a slot.",
+    "blockpilot_slots": "Maximum of requests decoded together.",
+    "blockpilot_kept_tokens": "Tokens in the prefix cache.",
+    "blockpilot_policy_version": "Version of the champion in use; 0 for none.",
+    "blockpilot_policy_kept": "1 while the registry's champion cannot be used.",
+}
 GAUGES_EVERY_S = 2.0
 M = TypeVar("M", Counter, Gauge, Histogram)
 LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
@@ -57,15 +65,7 @@ class ReplicaMetrics:
         by_size, by_outcome = cast(Any, ("model", "block_size", "layout")), cast(Any, ("model", "outcome"))
         by_source = cast(Any, ("model", "source"))
         self._loop, self._policy = loop, policy
-        self._active = tagged(Gauge("blockpilot_active_rows", "Requests that are decoded.", by_model))
-        self._waiting = tagged(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", by_model))
-        self._slots = tagged(Gauge("blockpilot_slots", "Maximum of requests decoded together.", by_model))
-        self._version = tagged(
-            Gauge("blockpilot_policy_version", "Version of the champion in use; 0 for none.", by_model)
-        )
-        self._kept = tagged(
-            Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", by_model)
-        )
+        self._gauges = [tagged(Gauge(name, description, by_model)) for name, description in GAUGES.items()]
         self._blocks = tagged(Counter("blockpilot_blocks", "Verified blocks by size and layout.", by_size))
         self._tokens = tagged(Counter("blockpilot_tokens", "Emitted tokens.", by_model))
         self._accepted = tagged(Counter("blockpilot_accepted_tokens", "Accepted tokens by source.", by_source))
@@ -74,7 +74,6 @@ class ReplicaMetrics:
         self._cached = tagged(
             Counter("blockpilot_cached_tokens", "Prompt tokens found in the prefix cache.", by_model)
         )
-        self._kept_tokens = tagged(Gauge("blockpilot_kept_tokens", "Tokens in the prefix cache.", by_model))
         self._step = tagged(
             Histogram("blockpilot_step_seconds", "Seconds of a step of the whole batch.", STEP_S, by_model)
         )
@@ -111,14 +110,10 @@ class ReplicaMetrics:
     def _keep_gauges(self) -> None:
         """Set the gauges periodically, since Ray exports a gauge only once after it is set."""
         while True:
-            version, kept = self._policy()
-            engine = self._loop.engine
-            self._active.set(engine.num_active)
-            self._waiting.set(self._loop.num_waiting)
-            self._slots.set(engine.num_slots)
-            self._kept_tokens.set(engine.num_kept_tokens)
-            self._version.set(version)
-            self._kept.set(int(kept))
+            engine, policy = self._loop.engine, self._policy()
+            state = engine.num_active, self._loop.num_waiting, engine.num_slots, engine.num_kept_tokens, *policy
+            for gauge, value in zip(self._gauges, state, strict=True):  # in the order of GAUGES
+                gauge.set(value)
             if self._leave.wait(GAUGES_EVERY_S):
                 return
 

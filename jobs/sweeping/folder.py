@@ -11,7 +11,9 @@ The name of a part contains a hash of its prompts, so the same command reuses it
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +47,23 @@ class SweepShard(NamedTuple):
 def digest(ids: Iterable[str]) -> str:
     """Hash of prompt ids, in order."""
     return hashlib.sha256("".join(ids).encode()).hexdigest()
+
+
+def made_by(
+    pair: Any, dtype: str, candidates: Sequence[int], identity: dict[str, Any], git_commit: str, **versions: str
+) -> Metadata:
+    """Provenance of rows that a worker makes with a pair, its own or vLLM's; versions: of other packages it uses."""
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return Metadata(
+        config=identity,
+        pair=pair.id,
+        dtype=dtype,
+        vocab_size=pair.vocab_size,
+        block_size=pair.block_size,
+        candidates=list(candidates),
+        versions={"python": platform.python_version()} | packages | versions,
+        git_commit=git_commit,
+    )
 
 
 class SweepFolder:

@@ -5,11 +5,9 @@ so each candidate starts a new one. Every other shard takes the candidates in de
 running engine. vLLM cannot replay a text, and above temperature 0 its texts depend on the block size.
 """
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,10 @@ from pydantic import Field
 
 from blockpilot.control.cost import COEFFICIENTS, Load, StepPrice, fit, relative_error
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.rows import Metadata, Outcome
+from blockpilot.sweep.rows import Metadata, Outcome, candidates_around, check_candidates
 from blockpilot.types import Prefill, Sampling
 from jobs.common.config import Config, PairConfig
+from jobs.sweeping.folder import made_by
 
 # Chains verify every drafted position, so token_s includes both costs; vLLM's matmuls have no tiles of TILE tokens.
 NAMES = tuple(name for name in COEFFICIENTS if name not in ("slot_s", "tile_s", "experts_s"))
@@ -64,25 +63,13 @@ class VllmSweepWorker:
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Start an engine; returns the metadata of part files. Raises ValueError for a pair that vLLM cannot run."""
-        from blockpilot.sweep.candidates import candidates_around, check_candidates
         from jobs.sweeping.vllm_engine import VllmPair
 
         self._pair = pair = VllmPair.of(self._config)
         candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, self._options.max_length)
         engine = self._engine_of(candidates[0])
-        self._metadata = Metadata(
-            config=identity,
-            pair=pair.id,
-            dtype=pair.dtype,
-            vocab_size=pair.vocab_size,
-            block_size=pair.block_size,
-            candidates=list(candidates),
-            versions={"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers")}
-            | {"vllm": engine.version},
-            git_commit=git_commit,
-        )
+        self._metadata = made_by(pair, pair.dtype, candidates, identity, git_commit, vllm=engine.version)
         return self._metadata
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:

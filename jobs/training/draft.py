@@ -12,10 +12,9 @@ from transformers.utils.logging import disable_progress_bar
 from blockpilot.draft_training.answers import Answer
 from blockpilot.draft_training.eagle3_loss import Eagle3Loss
 from blockpilot.draft_training.edges import EdgeLoss
-from blockpilot.draft_training.loss import BlockLoss, DraftLoss
+from blockpilot.draft_training.loss import BlockLoss, DraftLoss, by_frequency
 from blockpilot.draft_training.start import check_start, start_eagle3_from_target, start_from_target
 from blockpilot.draft_training.training import DraftFitSettings
-from blockpilot.draft_training.vocabulary import by_frequency
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.dflash_checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer_ids

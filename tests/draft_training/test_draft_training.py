@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.draft_training.answers import Answer, answer_source, generate_answers, read_answers, write_prompts
-from blockpilot.draft_training.batches import DraftBatch, collate, draft_batch, draw_anchors
+from blockpilot.draft_training.batches import draft_batch, draw_anchors
 from blockpilot.draft_training.features import Document, FeatureShard, StoredCorpus, StreamedCorpus
 from blockpilot.draft_training.loss import BlockLoss, frequent_tokens, sample_vocabulary
 from blockpilot.draft_training.start import start_from_target
@@ -30,6 +30,7 @@ from helpers.dflash import slow_lift
 from helpers.documents import (
     PROMPTS,
     SOURCE,
+    batch_of,
     check_resumed,
     greedy_answers,
     random_documents,
@@ -43,12 +44,6 @@ BLOCK = 4
 
 def documents(num: int, seed: int = 0) -> list[Document]:
     return random_documents([(18, 5)] * num, num_layers=2, seed=seed)
-
-
-def batch_of(shard: list[Document], num_anchors: int) -> DraftBatch:
-    """A batch with random anchors."""
-    generator = torch.Generator().manual_seed(2)
-    return collate(shard, [draw_anchors(document, num_anchors, generator) for document in shard])
 
 
 def loss_of(pair: Pair, draft: DraftModel | None = None, **options: Any) -> BlockLoss:
@@ -71,7 +66,7 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
     blocks.
     """
     shard = documents(2)
-    batch = batch_of(shard, 3)
+    batch = batch_of(shard, 3, seed=2)
     loss = loss_of(tiny_pair)
     trained = draft_batch(loss.draft, loss.embedding, batch, BLOCK)
     decoder = CachedDFlash(deepcopy(loss.draft).requires_grad_(False))
@@ -116,7 +111,7 @@ def test_the_loss_equals_a_slow_loop(
 ) -> None:
     """With a smaller vocabulary, positions whose token is outside it have weight 0 and count as wrong."""
     shard = documents(3)
-    batch = batch_of(shard, 4)
+    batch = batch_of(shard, 4, seed=2)
     draft = tiny_draft(tiny_pair.target, BLOCK, **parts)
     ids = torch.arange(draft.config.vocab_size)
     if vocabulary is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.draft_training.batches import DraftBatch, collate, draw_anchors
+from blockpilot.draft_training.batches import collate
 from blockpilot.draft_training.eagle3_loss import Eagle3Loss
 from blockpilot.draft_training.features import Document
 from blockpilot.draft_training.loss import Vocabulary
@@ -16,7 +16,7 @@ from blockpilot.draft_training.start import start_eagle3_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.eagle3_checkpoint import new_eagle3
 from blockpilot.pairs.loading import Pair
-from helpers.documents import check_resumed, greedy_answers, random_documents, stored_corpus
+from helpers.documents import batch_of, check_resumed, greedy_answers, random_documents, stored_corpus
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
 
 BLOCK = 4
@@ -26,11 +26,6 @@ OWN = torch.arange(20, 240)  # the draft's vocabulary
 def documents(seed: int = 0) -> list[Document]:
     """Texts of different lengths, with some tokens outside the draft's vocabulary; one has no possible anchor."""
     return random_documents(((9, 4), (13, 5), (7, 6), (11, 1)), num_layers=3, seed=seed)
-
-
-def batch_of(shard: list[Document]) -> DraftBatch:
-    generator = torch.Generator().manual_seed(1)
-    return collate(shard, [draw_anchors(document, 3, generator) for document in shard])
 
 
 def loss_of(pair: Pair, **options: Any) -> Eagle3Loss:
@@ -64,7 +59,8 @@ def test_the_unrolled_loss_equals_one_chain_at_a_time(
 ) -> None:
     """Each chain attends to the features before its anchor and the text before each step, and to nothing later."""
     shard = documents()
-    loss, batch = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only), batch_of(shard)
+    loss = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only)
+    batch = batch_of(shard, 3, seed=1)
     slow = SlowEagle3(loss.draft.state_dict(), loss.draft.config)
     total, weight, count = 0.0, 0.0, [0] * (BLOCK - 1)
     for row, document in enumerate(shard):
@@ -112,7 +108,7 @@ def test_accepted_tokens_are_those_of_drafting_one_by_one(tiny_pair: Pair) -> No
 
 def test_a_sampled_vocabulary_is_refused(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="num_sampled"):
-        loss_of(tiny_pair)(batch_of(documents()), Vocabulary(OWN, torch.zeros(len(OWN))))
+        loss_of(tiny_pair)(batch_of(documents(), 3, seed=1), Vocabulary(OWN, torch.zeros(len(OWN))))
 
 
 @pytest.mark.parametrize(("autocast", "distill"), [(False, 0.0), (True, 1.0)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.draft_training.batches import collate, draft_batch, draw_anchors
+from blockpilot.draft_training.batches import draft_batch
 from blockpilot.draft_training.edges import (
     DraftedSlots,
     EdgeFit,
@@ -22,7 +22,7 @@ from blockpilot.draft_training.loss import dpace_weights
 from blockpilot.draft_training.training import DraftFitSettings
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.pairs.loading import Pair
-from helpers.documents import check_resumed, random_documents
+from helpers.documents import batch_of, check_resumed, random_documents
 from helpers.tiny import tiny_draft
 
 BLOCK, WIDTH, SIZE = 4, 24, 30
@@ -38,8 +38,7 @@ def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabu
     head = tiny_pair.target.get_input_embeddings().weight.detach()
     documents = random_documents([(9, 3), (14, 3), (6, 3)], num_layers=2)
     slots = slots_of(draft, head, head, documents, [0.0, 1.0, 0.0], 3, seed=5)
-    generator = torch.Generator().manual_seed(5)
-    batch = collate(documents, [draw_anchors(document, 3, generator) for document in documents])
+    batch = batch_of(documents, 3, seed=5)
     hidden, num = draft_batch(draft, head, batch, BLOCK).detach(), 0
     for row, document in enumerate(documents):
         for a, anchor in enumerate(batch.anchors[row][batch.valid[row]].tolist()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.draft_training.vocabulary import by_frequency
+from blockpilot.draft_training.loss import by_frequency
 from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft, write_vocabulary
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.options import VOCABULARY_FILE

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from blockpilot.draft_training.answers import Answer, AnswerSource, generate_answers, write_answers
+from blockpilot.draft_training.batches import DraftBatch, collate, draw_anchors
 from blockpilot.draft_training.features import (
     Document,
     FeatureShard,
@@ -37,6 +38,12 @@ def random_documents(shapes: Iterable[tuple[int, int]], num_layers: int, seed: i
         features = torch.randn(length, (num_layers + 1) * WIDTH, generator=generator)
         documents.append(Document(tokens, num_prompt_tokens, features[:, WIDTH:], features[:, :WIDTH]))
     return documents
+
+
+def batch_of(documents: Sequence[Document], num_anchors: int, seed: int) -> DraftBatch:
+    """A batch with random anchors."""
+    generator = torch.Generator().manual_seed(seed)
+    return collate(documents, [draw_anchors(document, num_anchors, generator) for document in documents])
 
 
 def write_shard(path: Path, documents: Sequence[Document]) -> FeatureShard:

@@ -17,9 +17,9 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.types import PairId
 from helpers.policies import tiny_policy
 from helpers.prices import price
-from jobs.common.registry import Registry, Version
+from jobs.common.registry import Version
 from jobs.evaluation.actor import Evaluator
-from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, groups_of
+from jobs.evaluation.inputs import AR, EvaluateConfig, Plan, Swept, group
 
 QUESTIONS = [f"question {i}?" for i in range(8)]
 SWEPT = [f"swept {i}?" for i in range(4)]
@@ -45,11 +45,6 @@ def write_policy(directory: Path, pair: Pair, block_size: int = 3) -> Path:
     return directory
 
 
-def register(registry: Registry, directory: Path, pair: Pair) -> Version:
-    with registry.log_run("train") as record:
-        return registry.register_policy(directory, target=pair.id.target, run_id=record.id, tags=pair.id._asdict())
-
-
 def retrained(pair: Pair) -> Pair:
     return dataclasses.replace(pair, id=pair.id._replace(draft_revision="other"))
 
@@ -67,7 +62,8 @@ def plan_of(
     version: Version | None = None,
     champion: int | None = None,
 ) -> Plan:
-    return Plan(tuple(texts), groups_of(texts, config), sweep, dict(policies or {}), version, champion)
+    groups = group(texts, config.group_size, config.mixed)
+    return Plan(tuple(texts), groups, sweep, dict(policies or {}), version, champion)
 
 
 class Watched(Evaluator):

@@ -1,6 +1,7 @@
 """Tiny policies of each kind, for tests that do not depend on their training."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from blockpilot.policy.learned import PromptInfo, PromptPolicy, Scalar, StepInfo
 from blockpilot.policy.network import NetworkShape, PolicyNetwork
 from blockpilot.sweep.rows import MIN_PROB
 from blockpilot.types import CandidateSet, PairId
+from jobs.common.registry import Registry, Version
 
 
 def tiny_policy(
@@ -59,3 +61,11 @@ def choosy_policy(pair: PairId, vocab_size: int, at: tuple[float, float]) -> Ste
     weights[:, 0] = 20.0
     weights[:, 5] = weights[:, 7] = weights[:, 9] = -21.0 * np.array(at)
     return StepPolicy(weights, StepInfo(pair, vocab_size))
+
+
+def register(registry: Registry, directory: str | Path, pair: PairId, **tags: object) -> Version:
+    """The next version of a target's model: the policy in a directory, with the pair and these as tags."""
+    with registry.log_run("train") as record:
+        return registry.register_policy(
+            directory, target=pair.target, run_id=record.id, tags={**pair._asdict(), **tags}
+        )

@@ -14,7 +14,7 @@ import torch
 from blockpilot.policy.learned import Kind, PromptPolicy, StepPolicy
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
-from helpers.policies import step_policy, tiny_policy
+from helpers.policies import register, step_policy, tiny_policy
 from helpers.processes import Job
 from helpers.servers import free_port
 from helpers.stores import NUM_CREATORS
@@ -38,11 +38,9 @@ def a_policy(seed: int = 0) -> PromptPolicy:
     return tiny_policy(PAIR, 20, (1, 4), training={"seed": seed}, seed=seed)
 
 
-def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None, kind: Kind = "prompt") -> Version:
+def new_version(registry: Registry, seed: int = 0, held_out: HeldOut | None = None, kind: Kind = "prompt") -> Version:
     save_policy(a_policy(seed) if kind == "prompt" else step_policy(PAIR, 20, seed=seed), "policy")
-    with registry.log_run("train") as run:
-        tags = PAIR._asdict() | ({"kind": "step"} if kind == "step" else {})
-        version = registry.register_policy("policy", target=TARGET, run_id=run.id, tags=tags)
+    version = register(registry, "policy", PAIR, **{"kind": "step"} if kind == "step" else {})
     if held_out:
         registry.log_held_out(version, held_out)
     return version
@@ -185,7 +183,7 @@ def test_a_run_that_raises_is_failed_and_an_unknown_one_is_named(registry: Regis
 
 def test_policy_round_trip(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies unchanged after registration and download, from any working directory."""
-    first, second, third = register(registry, 1), register(registry, 2), register(registry, 3, kind="step")
+    first, second, third = new_version(registry, 1), new_version(registry, 2), new_version(registry, 3, kind="step")
     assert (model_name(TARGET), first.name, first.number, second.number) == (MODEL, MODEL, 1, 2)
     assert first.tags == PAIR._asdict()
     assert [version.number for version in registry.versions(MODEL)] == [1, 2, 3]
@@ -209,7 +207,7 @@ def test_policy_round_trip(registry: Registry, tmp_path: Path, monkeypatch: pyte
 
 def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
     """Held-out figures in tags; None if some are missing because the evaluation was killed between two tags."""
-    version = register(registry)
+    version = new_version(registry)
     registry.tag_version(version, {"heldout.policy_tau": 3.0, "heldout.policy_speed": 30.0})
     assert registry.version(MODEL, 1).held_out is None
     for figures in (GOOD, beside(1, 1.05, 1.2)):
@@ -225,7 +223,7 @@ def test_missing_names_are_named(registry: Registry) -> None:
     missing("blockpilot-none", lambda: registry.versions("blockpilot-none"))
     missing("blockpilot-none@champion", lambda: registry.champion("blockpilot-none"))
     missing(MODEL, lambda: promote(PromoteConfig()))
-    register(registry)
+    new_version(registry)
     assert registry.find_champion(MODEL) is None
     missing(f"{MODEL}@champion", lambda: registry.champion(MODEL))
     missing(r"version 9 of .*not found", lambda: registry.version(MODEL, 9))
@@ -304,7 +302,7 @@ def test_promotion_moves_the_alias_and_records_force(registry: Registry, capsys:
     """Promotion of policies of both kinds; the first champion may be only as fast as the best fixed block size."""
 
     def promoted(figures: HeldOut | None, kind: Kind = "prompt", force: bool = False) -> tuple[bool, int | None]:
-        register(registry, 0, figures, kind=kind)
+        new_version(registry, 0, figures, kind=kind)
         result = promote(PromoteConfig(model=MODEL, force=force))
         return result.promoted, result.champion
 
@@ -325,7 +323,7 @@ def test_promotion_moves_the_alias_and_records_force(registry: Registry, capsys:
 
 
 def test_a_refusal_is_one_line_and_status_2(registry: Registry, tmp_path: Path) -> None:
-    register(registry)
+    new_version(registry)
     job = Job([ROOT / "jobs" / "promote.py"], cwd=tmp_path, env=environment(), output=tmp_path / "said")
     reason = "no held-out figures; run jobs/evaluate.py on it first"
     assert job.wait(100) == 2

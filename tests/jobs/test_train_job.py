@@ -162,7 +162,7 @@ def test_neither_kills_nor_a_full_disk_change_a_policy(
     assert fit.done
     # 720 steps of Adam; gradients are summed in another order over two ranks.
     expected = new_network(training, VOCAB_SIZE, settings)
-    expected.load_state_dict(fit.best_weights())
+    expected.load_state_dict(fit.best)
     torch.testing.assert_close(
         predict(policy.network, validation), predict(expected, validation), rtol=0.01, atol=0.01
     )

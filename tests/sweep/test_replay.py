@@ -16,8 +16,8 @@ from blockpilot.engine.engine import Engine
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
-from blockpilot.sweep.candidates import Method
 from blockpilot.sweep.replay import Text, accepted_everywhere, know, walk
+from blockpilot.sweep.rows import Method
 from blockpilot.sweep.summary import fewest_steps
 from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.types import Request, Sampling

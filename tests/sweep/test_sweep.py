@@ -14,8 +14,16 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
-from blockpilot.sweep.candidates import candidates_around
-from blockpilot.sweep.rows import MIN_PROB, Metadata, Outcome, prompt_ids, validate, vectors, write_rows
+from blockpilot.sweep.rows import (
+    MIN_PROB,
+    Metadata,
+    Outcome,
+    candidates_around,
+    prompt_ids,
+    validate,
+    vectors,
+    write_rows,
+)
 from blockpilot.sweep.summary import Summary, fewest_steps
 from blockpilot.sweep.sweep import sampler_seed, sweep_prompts
 from blockpilot.sweep.trees import emitted_along

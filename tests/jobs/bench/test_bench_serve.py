@@ -12,10 +12,10 @@ import pytest
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
-from helpers.api import app_of, over_http, replica_of, until
+from helpers.api import app_of, over_http, replica_of
 from jobs.bench.http_load import Clients
 from jobs.bench.server import BenchServeConfig, run
-from jobs.common.config import ConfigError, PairConfig
+from jobs.common.config import ConfigError
 from jobs.serving.engine_loop import EngineLoop
 
 
@@ -27,29 +27,28 @@ def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
         yield f"{root}/v1", replica.loop
 
 
-def small(url: str, pair: PairConfig, output: Path, **values: Any) -> BenchServeConfig:
+def small(url: str, output: Path, **values: Any) -> BenchServeConfig:
     sizes = {"rounds": 2, "concurrency": (1, 3), "max_tokens": 16, "requests_per_client": 2, "prompts": ("demo",)}
-    return BenchServeConfig(url=url, pair=pair, output=output, **sizes | values)
+    return BenchServeConfig(url=url, output=output, **sizes | values)
 
 
 def test_modes_are_interleaved_and_their_tokens_are_counted(
-    tiny_pair: Pair, pair_config: PairConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with served(tiny_pair) as (url, loop):
-        rows = run(small(url, pair_config, tmp_path, modes=("auto", "1", "3", "bare:3"), rates=()))
+        rows = run(small(url, tmp_path, modes=("auto", "1", "3"), rates=()))
         assert loop.num_in_flight == 0
     assert [(row["load"], row["mode"]) for row in rows] == [
-        (load, mode) for load in ("1 clients", "3 clients") for mode in ("auto", "1", "3", "bare:3")
+        (load, mode) for load in ("1 clients", "3 clients") for mode in ("auto", "1", "3")
     ]
     for row in rows:
         assert row["tokens_per_s"] > 0
         if row["mode"] == "auto":
             assert (row["ratio"]["value"], row["ratio"]["low"], row["ratio"]["high"]) == (1, 1, 1)
-        if not row["mode"].startswith("bare"):
-            assert row["num_whole"] == (4 if row["load"] == "1 clients" else 12)
-            assert row["num_failed"] == row["num_refused"] == row["num_vanished"] == 0
-            assert 0 < row["first_token_s"]["p50"] <= row["first_token_s"]["p99"]
-            assert row["acceptance_length"] == 1 if row["mode"] == "1" else row["acceptance_length"] >= 1
+        assert row["num_whole"] == (4 if row["load"] == "1 clients" else 12)
+        assert row["num_failed"] == row["num_refused"] == 0
+        assert 0 < row["first_token_s"]["p50"] <= row["first_token_s"]["p99"]
+        assert row["acceptance_length"] == 1 if row["mode"] == "1" else row["acceptance_length"] >= 1
     out = capsys.readouterr().out.splitlines()
     assert json.loads(out[-1])["rows"] == json.loads((tmp_path / "bench_serve.json").read_text()) == rows
     assert (tmp_path / "bench_serve.md").read_text().strip() in "\n".join(out)
@@ -73,36 +72,21 @@ def test_what_clients_receive_is_the_targets_text(tiny_pair: Pair) -> None:
         asyncio.run(scene(url))
 
 
-def test_an_open_loop_loses_what_is_refused_and_a_closed_one_comes_again(
-    tiny_pair: Pair, pair_config: PairConfig, tmp_path: Path
-) -> None:
+def test_an_open_loop_loses_what_is_refused_and_a_closed_one_comes_again(tiny_pair: Pair, tmp_path: Path) -> None:
     changes = {"modes": ("1",), "rounds": 1, "concurrency": (3,), "requests_per_client": 1, "max_tokens": 200}
     with served(tiny_pair, num_slots=1, max_queue=0) as (url, _):
-        closed, opened = run(small(url, pair_config, tmp_path, rates=(1000.0,), num_requests=5, **changes))
+        closed, opened = run(small(url, tmp_path, rates=(1000.0,), num_requests=5, **changes))
     assert (closed["num_whole"], closed["num_refused"] > 0) == (3, True)
     assert opened["num_whole"] + opened["num_refused"] == 5
     assert opened["num_refused"] > 0
 
 
-def test_clients_that_vanish_are_told_apart_and_leave_nothing(
-    tiny_pair: Pair, pair_config: PairConfig, tmp_path: Path
-) -> None:
-    with served(tiny_pair) as (url, loop):
-        changes = {"modes": ("1",), "vanish": 1.0, "concurrency": (2,), "max_tokens": 400}
-        (row,) = run(small(url, pair_config, tmp_path, **changes))
-        until(lambda: loop.num_in_flight == 0 and loop.engine.idle)
-    assert (row["num_vanished"] + row["num_whole"], row["num_failed"]) == (8, 0)  # some answers are short
-    assert row["num_vanished"] >= 6
-
-
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"modes": ("fast",)}, "mode 'fast': must be auto, a block size, or bare:N"),
-        ({"modes": ("bare:x",)}, "mode 'bare:x'"),
+        ({"modes": ("fast",)}, "mode 'fast': must be auto or a block size"),
         ({"modes": ()}, "at least one is needed"),
         ({"modes": ("1", "1")}, "each once"),
-        ({"vanish": 1.5}, "vanish"),
     ],
 )
 def test_bad_settings_are_refused(values: dict[str, Any], complaint: str) -> None:

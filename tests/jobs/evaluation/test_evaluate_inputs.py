@@ -19,10 +19,10 @@ from helpers.evaluations import (
     SWEPT,
     changed,
     prompt_file,
-    register,
     retrained,
     write_policy,
 )
+from helpers.policies import register
 from jobs import evaluate
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry
@@ -150,7 +150,7 @@ def test_policies_that_do_not_fit_are_refused(
     assert "gone/policy.json: no such file" in refusal(policy_dir, "--rivals", "gone")
     other_pair = dataclasses.replace(tiny_pair, id=tiny_pair.id._replace(target="other"))
     assert "made for target other with draft" in refusal(write_policy(tmp_path / "other", other_pair))
-    register(registry, policy_dir, tiny_pair)
+    register(registry, policy_dir, tiny_pair.id)
     assert "@champion" in refusal("champion")
     expected = f"output {tmp_path / 'empty'}: no evaluation.json, nothing to log"
     assert expected in refusal("none", "--relog", "--output", tmp_path / "empty")
@@ -173,7 +173,7 @@ def test_the_champion_is_measured_beside_every_other_policy(
 
     assert methods("none") == ([], None, None)
     assert methods(policy_dir) == ([POLICY], None, None)
-    first, second = (register(registry, policy_dir, tiny_pair) for _ in range(2))
+    first, second = (register(registry, policy_dir, tiny_pair.id) for _ in range(2))
     assert methods("newest") == ([POLICY], 2, None)
     registry.set_champion(first)
     assert methods("newest") == ([POLICY, CHAMPION], 2, 1)
@@ -187,6 +187,8 @@ def test_the_champion_is_measured_beside_every_other_policy(
         assert methods("newest", rivals=(str(namesake),)) == ([POLICY, str(namesake)], 2, None)
     registry.set_champion(second)
     assert methods("newest") == ([POLICY], 2, None)
-    retrained_version = register(registry, write_policy(policy_dir.parent / "old", retrained(tiny_pair)), tiny_pair)
+    retrained_version = register(
+        registry, write_policy(policy_dir.parent / "old", retrained(tiny_pair)), tiny_pair.id
+    )
     registry.set_champion(retrained_version)  # left out when the pair is loaded
     assert methods(policy_dir) == ([POLICY, CHAMPION], None, 3)

@@ -21,12 +21,11 @@ from helpers.evaluations import (
     plan_of,
     price_here,
     prompt_file,
-    register,
     retrained,
     write_policy,
 )
 from helpers.leases import take_over
-from helpers.policies import step_policy, tiny_policy
+from helpers.policies import register, step_policy, tiny_policy
 from helpers.processes import Job
 from jobs import evaluate
 from jobs.common.lease import Lease
@@ -156,8 +155,8 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     tmp_path: Path,
 ) -> None:
     write_rows(tmp_path / "sweep" / "part.parquet", swept_rows, metadata)
-    registry.set_champion(register(registry, write_policy(tmp_path / "first", tiny_pair, 2), tiny_pair))
-    version = register(registry, policy_dir, tiny_pair)
+    registry.set_champion(register(registry, write_policy(tmp_path / "first", tiny_pair, 2), tiny_pair.id))
+    version = register(registry, policy_dir, tiny_pair.id)
     old_policy = write_policy(tmp_path / "old", retrained(tiny_pair))
     odd_prompts = prompt_file(tmp_path / "odd.jsonl", ["", "long " * 300])
     arguments = f"""--prompts {config.prompts[0]} {odd_prompts} --policy newest --rivals champion {old_policy}

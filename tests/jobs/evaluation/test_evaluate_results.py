@@ -14,7 +14,8 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import PairId
-from helpers.evaluations import changed, plan_of, price_here, register, write_policy
+from helpers.evaluations import changed, plan_of, price_here, write_policy
+from helpers.policies import register
 from jobs import evaluate
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version
@@ -192,7 +193,7 @@ def measured(config: EvaluateConfig, questions: list[Prompt], registry: Registry
     folder = config.output.parent
     directories = [write_policy(folder / str(size), tiny_pair, size) for size in (2, 3)]
     LearnedFrom(frozenset({prompt_key("something else")})).write(directories[1])
-    champion, version = (register(registry, directory, tiny_pair) for directory in directories)
+    champion, version = (register(registry, directory, tiny_pair.id) for directory in directories)
     registry.set_champion(champion)
     config = changed(config, policy="newest")
     policies, *numbers = find_policies(config, registry)

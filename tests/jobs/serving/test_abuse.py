@@ -25,7 +25,8 @@ from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts
 from helpers import abusers
 from helpers.abusers import Abuser
-from helpers.api import app_of, over_http, replica_of
+from helpers.api import app_of, idle, over_http, replica_of
+from helpers.policies import register
 from helpers.processes import descendants
 from helpers.servers import ROOT, Server, configured
 from jobs.bench.http_load import Clients, Received
@@ -60,6 +61,7 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
         app = app_of(replica, keys=ApiKeys.of(("a-key", "another")), limits=limits)
         with over_http(app) as root:
             asyncio.run(abuse(root))
+            idle(replica)
     kinds = {"absurd: 400", "junk: 400", "leave: left", "oversized: 413", "slow body: 408", "slow reader: 200"}
     kinds |= {"grammar: wrong 400", "slow bodies: 408", "endless head: 400"}
     assert kinds <= outcomes.keys()
@@ -69,7 +71,7 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
 @pytest.mark.soak
 def test_what_the_well_behaved_were_promised_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", _store(tmp_path))  # MLflow itself looks there for a version's files
-    versions = register()
+    versions = registered()
     (tmp_path / "keys").write_text(f"{GOOD_KEY}\n{BAD_KEY}\n")
     settings = {
         "policy": "champion", "resources": {"num_actors": 2}, "num_slots": 4, "max_queue": 28, "max_length": 1024,
@@ -111,13 +113,10 @@ def _store(folder: Path) -> str:
     return f"sqlite:///{folder.absolute() / 'mlflow.db'}"
 
 
-def register() -> list[Version]:
+def registered() -> list[Version]:
     """Versions of the policies, registered in a separate registry; the first one is champion."""
-    registry, versions = Registry.open(), list[Version]()
-    for directory in POLICIES:
-        target = load_policy(directory).info.pair.target
-        with registry.log_run("abuse") as record:
-            versions.append(registry.register_policy(directory, target=target, run_id=record.id, tags={}))
+    registry = Registry.open()
+    versions = [register(registry, directory, load_policy(directory).info.pair) for directory in POLICIES]
     registry.set_champion(versions[0])
     return versions
 

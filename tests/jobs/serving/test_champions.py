@@ -22,7 +22,7 @@ from blockpilot.types import PairId
 from helpers.api import ApiClient, replica_of, until
 from helpers.bodies import CHAT, JsonObject
 from helpers.patience import patient, wait_until
-from helpers.policies import step_policy, tiny_policy
+from helpers.policies import register, step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version
 from jobs.serving import champions
@@ -50,9 +50,7 @@ class Followed:
         """Register `policy`, or one with these candidate block sizes, and make it champion."""
         directory = self.folder / f"policy-{sum(1 for _ in self.folder.glob('policy-*'))}"
         save_policy(policy or tiny_policy(pair or self.pair.id, 260, candidates), directory)
-        with self.registry.log_run("train") as record:
-            target = self.pair.id.target
-            version = self.registry.register_policy(directory, target=target, run_id=record.id, tags={})
+        version = register(self.registry, directory, self.pair.id)
         self.registry.set_champion(version)
         return version
 

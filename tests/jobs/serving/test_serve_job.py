@@ -21,7 +21,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from helpers.command_line import error_of
 from helpers.patience import patient
-from helpers.policies import tiny_policy
+from helpers.policies import register, tiny_policy
 from helpers.processes import listeners
 from helpers.servers import ROOT, Server, free_port, has_ipv6, serving
 from jobs import serve
@@ -67,8 +67,7 @@ def test_a_policy_is_a_block_size_a_directory_of_the_same_pair_or_the_registrys_
     with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy untrained"):
         policy_of("champion")
     registry = Registry.open()
-    with registry.log_run("train") as record:
-        version = registry.register_policy(directory, target=pair.target, run_id=record.id, tags={})
+    version = register(registry, directory, pair)
     assert version.name == model_name(pair.target)
     registry.set_champion(version)
     champion = policy_of("champion")

@@ -57,7 +57,10 @@ class PrefixRouter(ConsistentHashRouter):
         ranked: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         if not ranked:
             return ranked
-        num_ongoing = self.replica_queue_len_cache.get(ranked[0][0].replica_id) or 0
+        num_ongoing = self.replica_queue_len_cache.get(ranked[0][0].replica_id)
+        if num_ongoing is None:  # unknown, or older than Ray's limit, though requests may still run there
+            ((_, num_ongoing),) = await self._probe_queue_lens(ranked[0], 0)
+        num_ongoing = num_ongoing or 0  # without an answer Serve tries it, too, before the other replicas
         return [candidate_replicas] if num_ongoing >= self._num_slots else [*ranked, candidate_replicas]
 
 

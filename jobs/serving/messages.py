@@ -59,10 +59,16 @@ class ResponseFormat(JsonBody):
         return schema_grammar(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
 
 
+def _schema(value: Any) -> Any:
+    if not isinstance(value, dict | str):
+        raise ValueError("must be a JSON Schema: an object, or its text")
+    return value
+
+
 class StructuredOutputs(JsonBody):
     """vLLM's structured_outputs: exactly one of the constraints."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Annotated[dict[str, Any] | str | None, BeforeValidator(_schema)] = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES_OF_TEXT)

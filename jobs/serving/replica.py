@@ -23,6 +23,7 @@ from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request
+from jobs.serving.clients import most_of_client
 from jobs.serving.constraints.grammars import Calls, Grammars
 from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools
 from jobs.serving.engine_loop import EngineLoop, Stream, on_passing_thread
@@ -176,9 +177,9 @@ class Replica:
 
         Raises ApiError 400, and the errors of `EngineLoop.submit`.
         """
-        if body.num_choices > self.loop.capacity:
+        if body.num_choices > (most := most_of_client(self.loop.capacity, alone=not client)):
             field = "n" if body.num_choices == body.n else body.prompt_field
-            message = f"{field}: {body.num_choices} choices requested; at most {self.loop.capacity} are in flight"
+            message = f"{field}: {body.num_choices} choices requested; at most {most} are in flight"
             raise ApiError(400, message, field, "too_many_choices")
         self.loop.check_room(body.num_choices, client)  # before any work
         try:

@@ -36,6 +36,7 @@ from jobs.serving.schema import Body, ChatRequest, Objects
 
 DEFAULT_MAX_LENGTH = 2048
 MOST_CHUNKS = 100.0  # per second over all streams; each holds the interpreter lock (GIL) for a millisecond
+MAX_PROMPT_LOGPROBS = 2**18  # of a response: converting them takes half a second of the event loops
 STACK_BYTES = 2**24  # of threads; the compiler of grammars recurses (four times the stack of trial.py)
 SWITCH_INTERVAL_S = 0.0002  # latency of the engine's thread in getting the interpreter lock; Python's default is 5 ms
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the request id
@@ -227,7 +228,9 @@ class Replica:
         """A request for each choice of each prompt; choice i of a prompt uses the seed plus i."""
         self._check_tokens(body)
         seed = body.seed if body.seed is not None else secrets.randbits(53)  # exact as a double in JSON
-        requests = (self._request(body, prompt_ids, seed) for prompt_ids in _encode(body, self.pair))
+        prompts = _encode(body, self.pair)
+        _check_prompt_logprobs(body, sum(map(len, prompts)))
+        requests = (self._request(body, prompt_ids, seed) for prompt_ids in prompts)
         return [_choice_request(request, i) for request in requests for i in range(body.n)]
 
     def _request(self, body: Body, prompt_ids: tuple[int, ...], seed: int) -> Request:
@@ -285,6 +288,16 @@ def chat_template(pair: Pair) -> str | None:
     """The tokenizer's chat template; if it has several, the one for tools."""
     template = pair.tokenizer.chat_template
     return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
+
+
+def _check_prompt_logprobs(body: Body, num_prompt_tokens: int) -> None:
+    """Raise ApiError for more log probabilities of prompts than a response may have."""
+    num = num_prompt_tokens * body.n * ((body.prompt_logprobs or 0) + 1)
+    if body.prompt_logprobs is not None and num > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"prompt_logprobs: {num} log probabilities in all choices; at most {MAX_PROMPT_LOGPROBS} are returned"
+        )
+        raise ApiError(400, message, "prompt_logprobs", "too_many_logprobs")
 
 
 def _encode(body: Body, pair: Pair) -> list[tuple[int, ...]]:

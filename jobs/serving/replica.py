@@ -25,7 +25,7 @@ from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request
 from jobs.serving.clients import most_of_client
 from jobs.serving.constraints.grammars import Calls, Grammars
-from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools
+from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools, without_system
 from jobs.serving.engine_loop import EngineLoop, Stream, on_passing_thread
 from jobs.serving.fields import ApiError
 from jobs.serving.messages import shown
@@ -313,19 +313,21 @@ def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
         message = f"reasoning_effort: {body.reasoning_effort!r} has no effect in this model; allowed: none"
         raise ApiError(400, message, "reasoning_effort")
-    messages = shown(body.messages)
-    if not knows_tools(template):
-        messages, tools = in_words(messages, tools), []
+    in_template = knows_tools(template)
+    messages = shown(body.messages) if in_template else in_words(shown(body.messages), tools)
     if template is None:
         turns = tuple(Message(message["role"], message["content"]) for message in messages)
         return Prompt("request", turns).encode(pair.tokenizer)
+    shown_tools = tools if in_template else []
     try:
-        return encode_messages(pair.tokenizer, messages, tools, body.template_kwargs)
+        return encode_messages(pair.tokenizer, messages, shown_tools, body.template_kwargs)
     except ValueError:
-        if not knows_tools(template) or (plain := shown(body.messages, plain=True)) == messages:
+        # It may need arguments that are objects, or refuse the system turn with the definitions of the tools.
+        in_words_only = without_system(messages) if tools else messages
+        other = shown(body.messages, plain=True) if in_template else in_words_only
+        if other == messages:
             raise
-        # The template needs arguments that are objects.
-        return encode_messages(pair.tokenizer, plain, tools, body.template_kwargs)
+    return encode_messages(pair.tokenizer, other, shown_tools, body.template_kwargs)
 
 
 def _choice_request(request: Request, number: int) -> Request:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.common import PendingRequest, ReplicaQueueLengthCache
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve.config import AutoscalingContext
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
@@ -48,6 +48,8 @@ class PrefixRouter(ConsistentHashRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._num_slots: int = kwargs.pop("num_slots")
+        # Ray forgets numbers after 10 s without news, though the requests still run. The gateway is the only sender.
+        self._replica_queue_len_cache = ReplicaQueueLengthCache(staleness_timeout_s=math.inf)
         super().initialize_state(**kwargs)
 
     async def choose_replicas(
@@ -57,10 +59,7 @@ class PrefixRouter(ConsistentHashRouter):
         ranked: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         if not ranked:
             return ranked
-        num_ongoing = self.replica_queue_len_cache.get(ranked[0][0].replica_id)
-        if num_ongoing is None:  # unknown, or older than Ray's limit, though requests may still run there
-            ((_, num_ongoing),) = await self._probe_queue_lens(ranked[0], 0)
-        num_ongoing = num_ongoing or 0  # without an answer Serve tries it, too, before the other replicas
+        num_ongoing = self.replica_queue_len_cache.get(ranked[0][0].replica_id) or 0
         return [candidate_replicas] if num_ongoing >= self._num_slots else [*ranked, candidate_replicas]
 
 

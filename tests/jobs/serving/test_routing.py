@@ -1,9 +1,11 @@
-"""Routing by prefix where Ray's cache of queue lengths has expired."""
+"""Routing by prefix beside requests that run for long."""
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 
@@ -14,34 +16,32 @@ DEPLOYMENT = DeploymentID(name="model")
 
 
 @dataclass
-class CountingReplica:
-    """A replica as the router knows it, with this number of requests."""
+class IdleReplica:
+    """A replica as the router knows it."""
 
     replica_id: ReplicaID
-    num_ongoing: int = 0
     max_ongoing_requests: int = 100
     node_id: str = "node"
     availability_zone: str | None = None
     multiplexed_model_ids: frozenset[str] = frozenset()
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        return self.num_ongoing
+        return 0
 
 
-def test_a_full_replica_is_full_also_when_the_router_has_not_heard_of_it_for_long() -> None:
-    """Long requests fill the replica of a session; after Ray's limit of 10 s its queue length is unknown."""
+def test_a_full_replica_stays_full_however_long_its_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number of requests of a replica, without news for longer than the 10 s after which Ray forgets it."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
 
     async def scene() -> None:
-        now = 0.0
-        router = PrefixRouter(
-            DEPLOYMENT,
-            DeploymentHandleSource.REPLICA,
-            use_replica_queue_len_cache=True,
-            get_curr_time_s=lambda: now,
-        )
+        nonlocal now
+        router = PrefixRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
         router.initialize_state(num_slots=NUM_SLOTS)
-        replicas: list[Any] = [CountingReplica(ReplicaID(f"replica-{i}", DEPLOYMENT)) for i in range(3)]
+        replicas: list[Any] = [IdleReplica(ReplicaID(f"replica-{i}", DEPLOYMENT)) for i in range(3)]
         router.update_replicas(replicas)
+        while router.replica_queue_len_cache.get(replicas[-1].replica_id) is None:  # Ray asks them at first
+            await asyncio.sleep(0.001)
         request = PendingRequest([], {}, RequestMetadata("1", "1", session_id="a session"))
 
         async def own_replica() -> Any:
@@ -50,8 +50,12 @@ def test_a_full_replica_is_full_also_when_the_router_has_not_heard_of_it_for_lon
             return first[0] if others else None
 
         preferred = await own_replica()
-        for num_ongoing, expected in ((NUM_SLOTS - 1, preferred), (NUM_SLOTS, None), (0, preferred)):
-            now, preferred.num_ongoing = now + 60.0, num_ongoing
-            assert await own_replica() is expected
+        for _ in range(NUM_SLOTS):
+            assert await own_replica() is preferred
+            router.on_send_request(preferred.replica_id)
+        now += 60.0
+        assert await own_replica() is None
+        router.decrement_queue_len_cache(preferred.replica_id)
+        assert await own_replica() is preferred
 
     asyncio.run(scene())

@@ -147,8 +147,8 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
     )(serve.ingress()(Gateway))
     return gateway.bind(
         {
-            model.names[0]: _replicas(name, model, args, *placed)
-            for (name, model), *placed in zip(args.deployments.items(), cpus, options, strict=True)
+            model.names[0]: _replicas(name, model, args, cpus[i], options[i])
+            for i, (name, model) in enumerate(args.deployments.items())
         },
         names,
         keys,

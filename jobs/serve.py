@@ -13,9 +13,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import ray
 import tyro
@@ -32,7 +32,7 @@ from rich.console import Console
 
 from blockpilot.pairs.table import NO_DRAFT, WITHOUT_DRAFT, target_slug
 from blockpilot.storage import whole
-from jobs.common.cluster import actor_options, connect, num_cores, num_threads
+from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import main
 from jobs.common.registry import AUTO, CHAMPION, tracking_uri
 from jobs.serving.api import Limits
@@ -41,6 +41,7 @@ from jobs.serving.deployment import ReplicaDeployment
 from jobs.serving.fields import RETRY_AFTER_S
 from jobs.serving.gateway import Gateway, bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
+from jobs.serving.placement import ReplicaCpus, check_enough, replica_cpus
 
 APP, ROUTING = "blockpilot", "jobs.serving.routing"
 # Serve's default delays (up 30 s, down 10 min) exceed what users wait for a first token or a replica takes to start.
@@ -133,6 +134,10 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
         if model.policy_source != AUTO:  # replicas look for a champion themselves, and serve without one
             find_policy(model, args.output)
     connect(metrics_port=args.metrics_port)
+    cpus = [replica_cpus(model, args.models, alone=listens) for model in args.models]
+    options = [actor_options(m.resources.accelerator_type, c.num) for m, c in zip(args.models, cpus, strict=True)]
+    if listens and not os.environ.get("RAY_ADDRESS"):  # a cluster may grow
+        check_enough([model.resources.num_actors for model in args.models], options, ray.cluster_resources())
     here = {"label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()}} if listens else {}
     gateway: serve.Deployment = serve.deployment(
         name="gateway",
@@ -142,8 +147,8 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
     )(serve.ingress()(Gateway))
     return gateway.bind(
         {
-            model.names[0]: _replicas(name, model, args, replica_cpus(model, args.models, alone=listens))
-            for name, model in args.deployments.items()
+            model.names[0]: _replicas(name, model, args, cpus[i], options[i])
+            for i, (name, model) in enumerate(args.deployments.items())
         },
         names,
         keys,
@@ -151,40 +156,16 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
             args.max_body_bytes,
             args.request_timeout_s,
             args.body_timeout_s,
-            max_requests=sum(map(_capacity, args.models)) + SPARE_REQUESTS,
+            max_requests=sum(model.capacity for model in args.models) + SPARE_REQUESTS,
         ),
         args.hosts,
         (args.host, args.port) if listens else None,
     )
 
 
-class ReplicaCpus(NamedTuple):
-    """CPU cores of each replica of a model, and the reason for this number."""
-
-    num: float
-    why: str
-
-
-def replica_cpus(model: ModelConfig, models: Sequence[ModelConfig], *, alone: bool) -> ReplicaCpus:
-    """The configured cores, otherwise an equal share of the machine's, or one core in a cluster.
-
-    alone: this process starts Ray, unless RAY_ADDRESS names a cluster; False for `serve deploy`.
-    """
-    num_cpus = model.resources.num_cpus
-    if num_cpus is not None:
-        return ReplicaCpus(num_cpus, f"num_cpus {num_cpus:g}")
-    if os.environ.get("RAY_ADDRESS") or not alone:
-        return ReplicaCpus(1, "one core of a cluster")
-    num_replicas, cores = sum(map(_max_replicas, models)), num_cores()
-    share = "all" if num_replicas == 1 else f"1/{num_replicas} of the"
-    return ReplicaCpus(max(1, cores // num_replicas), f"{share} {cores} cores of this machine")
-
-
-def _max_replicas(model: ModelConfig) -> int:
-    return max(model.resources.num_actors, model.max_replicas)
-
-
-def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpus) -> Application:
+def _replicas(
+    name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpus, options: dict[str, Any]
+) -> Application:
     """The deployment of one model."""
     resources, num_requests = model.resources, model.num_slots + model.max_queue
     scaling: dict[str, Any] = {"num_replicas": resources.num_actors}
@@ -193,17 +174,17 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpu
         waiting = {"num_slots": model.num_slots, "target_s": model.first_token_s}
         policy = AutoscalingPolicy(policy_function=f"{ROUTING}:WaitingScaling", policy_kwargs=waiting)
         scaling = {"autoscaling_config": bounds | SCALING | {"policy": policy}}
-    if model.routing == "prefix" and _max_replicas(model) > 1:
+    if model.routing == "prefix" and model.most_replicas > 1:
         router: dict[str, Any] = {"request_router_class": f"{ROUTING}:PrefixRouter"}
         router["request_router_kwargs"] = {"num_slots": model.num_slots}
         scaling["request_router_config"] = RequestRouterConfig(**router)
     deployment: serve.Deployment = serve.deployment(
         name=name,
-        ray_actor_options=actor_options(resources.accelerator_type, cpus.num),
+        ray_actor_options=options,
         health_check_period_s=HEALTH_EVERY_S,
         user_config=policy_config(model, args),
         max_ongoing_requests=num_requests + SPARE_REQUESTS,
-        max_queued_requests=_capacity(model) + SPARE_REQUESTS,
+        max_queued_requests=model.capacity + SPARE_REQUESTS,
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=1,  # a retry with the same models and policy would fail, too
@@ -217,11 +198,6 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpu
         **model.model_dump(include=set(REPLICA_LIMITS)),
         **args.model_dump(include={"stream_interval_s", "logs_prompts"}),
     )
-
-
-def _capacity(model: ModelConfig) -> int:
-    """Maximum number of requests in all replicas of a model."""
-    return _max_replicas(model) * (model.num_slots + model.max_queue)
 
 
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
@@ -246,8 +222,9 @@ def is_open(config: ServeConfig) -> bool:
 
 def deploy_config(config: ServeConfig) -> dict[str, Any]:
     """Content of the file for `serve deploy`, without API keys; policies are in user_config."""
+    config = _with_absolute_paths(config)
     arguments = config.model_dump(
-        mode="json", exclude={"host", "port", "metrics_port", "write_config"}, exclude_defaults=True
+        mode="json", exclude={"port", "metrics_port", "write_config"}, exclude_defaults=True
     )
     if api_keys(config.api_key_file).digests:
         arguments["needs_api_key"] = True
@@ -269,6 +246,14 @@ def deploy_config(config: ServeConfig) -> dict[str, Any]:
             }
         ],
     }
+
+
+def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
+    """The configuration for another working directory. Names of models stay, since policies are made for them."""
+    policies = [{"policy": str(model.policy_source)} for model in config.models]
+    others = tuple(model.model_copy(update=u) for model, u in zip(config.others, policies[1:], strict=True))
+    key_file = config.api_key_file and config.api_key_file.absolute()
+    return config.model_copy(update=policies[0] | {"others": others, "api_key_file": key_file})
 
 
 # --- serving until a signal ---

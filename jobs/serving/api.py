@@ -31,6 +31,7 @@ PLAYGROUND_HEADERS = {  # no external content, and no embedding in other pages
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; frame-ancestors 'none'"
 }
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # of Unicode: some clients split lines there
 T = TypeVar("T")
 
 
@@ -192,7 +193,7 @@ class Deadline:
     def cut(self, error: ApiError) -> None:
         """Set the deadline to now, with this error."""
         self._error, self._at = error, asyncio.get_running_loop().time()
-        if self._scope is not None:
+        if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(self._at)
 
 
@@ -252,7 +253,7 @@ class _EventStream(StreamingResponse):
 
 
 def _event(data: Mapping[str, object]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(data, ensure_ascii=False).translate(LINE_ENDS)}\n\n"
 
 
 async def _body(http: HttpRequest, limit: int) -> bytes:
@@ -311,7 +312,15 @@ def make_app(
     app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False, exception_handlers=on_errors)
     app.state.api = api
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(keys.check)])
+
+    async def check_key(http: HttpRequest) -> None:
+        try:
+            keys.check(http)
+        except ApiError as error:
+            on_exchange(Exchange(None, http.scope["route"].path, error.status, 0.0, error.code))
+            raise
+
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
 
     @v1.post("/chat/completions")
     async def chat(http: HttpRequest) -> Response:

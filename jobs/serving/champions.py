@@ -7,6 +7,7 @@ refused, too, the champion is not tried again until the registry names another o
 """
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -30,7 +31,10 @@ class ChampionWatch:
 
     def __init__(self, name: str, store: str, folder: Path, every_s: float, use: Callable[[Path, int], None]) -> None:
         self.name, self.error, self.number = name, "", 0
-        self._store, self._folder, self._every_s, self._use = store, folder, every_s, use
+        self.is_absent = False
+        """True if there is neither a champion in use nor one in the registry."""
+        self._store, self._folder, self._every_s, self._use = store, folder.absolute(), every_s, use
+        self._used: Path | None = None  # the copy in use; numbers restart in a new store
         self._registry: Registry | None = None
         self._leave = threading.Event()
         self._refused: tuple[Version, str] | None = None
@@ -53,15 +57,13 @@ class ChampionWatch:
     def look(self) -> None:
         """Poll the registry, and apply the champion if it has changed."""
         try:
-            if is_missing(self._store):  # importing MLflow and creating the store would take seconds
-                raise ValueError(f"MLflow store {self._store}: not there yet, so there is no champion")
-            self._registry = self._registry or Registry.open(self._store)
-            version = self._registry.champion(self.name)
+            self.is_absent = False
+            version = self._find()
             if self._refused is not None and _same(version, self._refused[0]):
                 raise ValueError(self._refused[1])
             self._refused = None
-            if version.number != self.number:
-                self._apply(version, self._registry)
+            if self._used != _directory(version, self._folder):
+                self._apply(version)
             self.error = ""
         except Exception as error:  # the thread must continue after any error
             self._registry = None
@@ -69,9 +71,23 @@ class ChampionWatch:
                 log.warning("the policy stays as it is: %s", message)
             self.error = message
 
-    def _apply(self, version: Version, registry: Registry) -> None:
+    def _find(self) -> Version:
+        """The registry's champion; raises ValueError, and sets `is_absent`, if there is none."""
+        if is_missing(self._store):  # importing MLflow and creating the store would take seconds
+            self.is_absent = not self.number
+            raise ValueError(f"MLflow store {self._store}: not there yet, so there is no champion")
+        registry = self._registry = self._registry or Registry.open(self._store)
+        try:
+            return registry.champion(self.name)
+        except ValueError:
+            has_champion = registry.has_model(self.name) and registry.find_champion(self.name) is not None
+            self.is_absent = not (has_champion or self.number)
+            raise
+
+    def _apply(self, version: Version) -> None:
+        assert self._registry is not None
         is_new = not _directory(version, self._folder).exists()
-        copy = copy_of(registry, version, self._folder)
+        copy = copy_of(self._registry, version, self._folder)
         with self._using:
             if self._leave.is_set():
                 return
@@ -82,18 +98,20 @@ class ChampionWatch:
                 if is_new and isinstance(error, ValueError):
                     self._refused = version, str(error)
                 raise
-            self.number = version.number
+            self.number, self._used = version.number, copy
+            os.utime(copy)  # for `use_last_copy`
         log.info("new champion", extra={"policy": version.name, "version": version.number})
 
     def use_last_copy(self) -> bool:
-        """Apply the latest local copy of a champion, without the registry; False if none can be used."""
-        for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
+        """Apply the last used local copy of a champion, without the registry; False if none can be used."""
+        copies = [path for path in self._folder.glob(f"{self.name}-*-*") if path.is_dir()]
+        for directory in sorted(copies, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             try:
                 self._use(directory, _number(directory))
             except Exception as error:  # a damaged copy, or one for another pair
                 log.warning("%s cannot be used: %s", directory, error)
                 continue
-            self.number = _number(directory)
+            self.number, self._used, self.is_absent = _number(directory), directory, False
             return True
         return False
 

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import os
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -76,10 +77,18 @@ class FairQueue(Generic[T]):
         self._by_client: OrderedDict[str, deque[T]] = OrderedDict()  # the next client first; no empty queues
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_client.values()))
+        return sum(map(len, tuple(self._by_client.values())))  # a copy, since other threads call this
 
     def put(self, client: str, item: T) -> None:
         self._by_client.setdefault(client, deque()).append(item)
+
+    def remove(self, client: str, is_removed: Callable[[T], bool]) -> None:
+        """Remove items of a client."""
+        kept = deque(item for item in self._by_client.get(client, ()) if not is_removed(item))
+        if kept:
+            self._by_client[client] = kept
+        else:
+            self._by_client.pop(client, None)
 
     def take(self) -> T:
         """The next item of the next client, which moves to the end; raises KeyError if the queue is empty."""
@@ -98,3 +107,8 @@ def has_room(num_held: int, num_asked: int, num_free: int, *, alone: bool) -> bo
     """
     num_left = num_free - num_asked
     return num_left >= 0 and (alone or num_held + num_asked <= max(num_left, 1))
+
+
+def most_of_client(capacity: int, *, alone: bool) -> int:
+    """Maximum requests that a client may ever have (`has_room`), while no other client has any."""
+    return capacity if alone else max(capacity // 2, 1)

@@ -199,6 +199,7 @@ class EngineLoop:
                 self._in_engine[self.engine.add(stream.requests[number])] = stream, number
 
     def _cancel(self, stream: "Stream") -> None:
+        self._waiting.remove(stream.client, lambda waiting: waiting[0] is stream)
         for request_id in [i for i, (owner, _) in self._in_engine.items() if owner is stream]:
             del self._in_engine[request_id]
             self.engine.cancel(request_id)

@@ -6,7 +6,7 @@ the model are accepted and dropped; reasoning, names and ids are passed to the c
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -22,13 +22,17 @@ class JsonBody(BaseModel):
     """A JSON object; null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Fields that do not concern the model, which are dropped."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
             raise ValueError(f"{len(value)} fields; at most {MAX_FIELDS} are read")
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        return {k: v for k, v in value.items() if v is not None and k not in cls.ignored}
 
 
 class NamedSchema(JsonBody):
@@ -59,10 +63,16 @@ class ResponseFormat(JsonBody):
         return schema_grammar(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
 
 
+def _schema(value: Any) -> Any:
+    if not isinstance(value, dict | str):
+        raise ValueError("must be a JSON Schema: an object, or its text")
+    return value
+
+
 class StructuredOutputs(JsonBody):
     """vLLM's structured_outputs: exactly one of the constraints."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Annotated[dict[str, Any] | str | None, BeforeValidator(_schema)] = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES_OF_TEXT)
@@ -112,38 +122,25 @@ NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProp
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-def without(body: Any, ignored: tuple[str, ...]) -> Any:
-    """A JSON object without these fields, which do not concern the model."""
-    return {key: value for key, value in body.items() if key not in ignored} if isinstance(body, dict) else body
-
-
 class FunctionBody(JsonBody):
     """A function that may be called.
 
     Its schema is enforced with and without `strict`; without it, keywords that no grammar can enforce are dropped.
     """
 
+    ignored = ("cache_control",)
     name: Name
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: dict(NO_PARAMETERS))
     strict: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_sent(cls, body: Any) -> Any:
-        return without(body, ("cache_control",))
-
 
 class ToolBody(JsonBody):
     """Element of `tools`."""
 
+    ignored = ("cache_control",)
     type: Literal["function"]
     function: FunctionBody
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_sent(cls, body: Any) -> Any:
-        return without(body, ("cache_control",))
 
     @property
     def tool(self) -> Tool:
@@ -171,28 +168,20 @@ class ToolChoiceBody(JsonBody):
 class CalledFunctionBody(JsonBody):
     """Name and arguments of a call; arguments are JSON in a string, possibly truncated or invalid."""
 
+    ignored = ("parsed_arguments",)
     name: str = Field(min_length=1, max_length=MAX_CALLED)
     arguments: Annotated[
         str, BeforeValidator(lambda value: value if isinstance(value, str) else json.dumps(value))
     ] = ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_sent_back(cls, body: Any) -> Any:
-        return without(body, ("parsed_arguments",))
-
 
 class CallBody(JsonBody):
     """A call that the assistant made in an earlier turn."""
 
+    ignored = ("index", "cache_control", "provider_specific_fields", "extra_content")
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunctionBody
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_sent_back(cls, body: Any) -> Any:
-        return without(body, ("index", "cache_control", "provider_specific_fields", "extra_content"))
 
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -232,7 +221,7 @@ class ChatMessage(JsonBody):
         """Drop ignored fields; in assistant and tool messages, missing content becomes the refusal or ""."""
         if not isinstance(body, dict):
             return body
-        message = without(body, IGNORED)
+        message = {key: value for key, value in body.items() if key not in IGNORED}
         if (reasoning := message.pop("reasoning", None)) is not None:
             message.setdefault("reasoning_content", reasoning)
         if message.get("content") is None and body.get("role") in ("assistant", "tool"):

@@ -72,6 +72,16 @@ class ModelConfig(Config):
         return self.served_model_name or tuple(dict.fromkeys((target, target_slug(target))))
 
     @property
+    def most_replicas(self) -> int:
+        """Maximum number of replicas, with and without autoscaling."""
+        return max(self.resources.num_actors, self.max_replicas)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of requests in all replicas."""
+        return self.most_replicas * (self.num_slots + self.max_queue)
+
+    @property
     def policy_source(self) -> int | str:
         """A block size, "auto", "champion", "untrained", or the absolute directory of a policy."""
         if self.policy.isdecimal():

@@ -52,15 +52,16 @@ class PolicyInUse:
 
     def champion(self) -> tuple[int, bool]:
         """Version of the champion in use (0 for none), and True if the registry's champion cannot be used."""
-        return (0, False) if self.watch is None else (self.watch.number, bool(self.watch.error))
+        watch = self.watch
+        return (0, False) if watch is None else (watch.number, bool(watch.error) and not watch.is_absent)
 
     def configure(self, user_config: Mapping[str, Any]) -> None:
         """Use another policy from the next prefill on; raises ValueError if it does not exist or cannot be used.
 
         user_config: `policy` is a block size, a directory, "untrained", "champion" or "auto". The last two also need
         `store` (the MLflow store), `follow_s` (seconds between polls) and `folder` (for copies). If the registry is
-        unreachable at the start, the last copy of a champion is used. "auto" without a champion is "untrained", which
-        every champion has beaten. A pair without a draft has only "untrained" and block size 1.
+        unreachable and no champion is in use, the last copy of one is used. "auto" without a champion is "untrained",
+        which every champion has beaten. A pair without a draft has only "untrained" and block size 1.
         """
         self.stop()
         policy = user_config["policy"]
@@ -72,10 +73,12 @@ class PolicyInUse:
             return
         name, folder = model_name(self._pair.id.target), Path(user_config["folder"])
         watch = ChampionWatch(name, user_config["store"], folder, user_config["follow_s"], use=self._use)
-        if watch.error and self._named is None and not watch.use_last_copy():
-            if policy == CHAMPION:
+        has_champion = self._named is not None and self._named["version"] is not None
+        if watch.error and not has_champion and not watch.use_last_copy():
+            if policy == AUTO:
+                self._use(UNTRAINED)
+            elif self._named is None:
                 raise ValueError(watch.error)
-            self._use(UNTRAINED)
         self.watch = watch
         watch.follow()
 

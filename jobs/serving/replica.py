@@ -23,8 +23,9 @@ from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request
+from jobs.serving.clients import most_of_client
 from jobs.serving.constraints.grammars import Calls, Grammars
-from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools
+from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools, without_system
 from jobs.serving.engine_loop import EngineLoop, Stream, on_passing_thread
 from jobs.serving.fields import ApiError
 from jobs.serving.messages import shown
@@ -35,6 +36,7 @@ from jobs.serving.schema import Body, ChatRequest, Objects
 
 DEFAULT_MAX_LENGTH = 2048
 MOST_CHUNKS = 100.0  # per second over all streams; each holds the interpreter lock (GIL) for a millisecond
+MAX_PROMPT_LOGPROBS = 2**18  # of a response: converting them takes half a second of the event loops
 STACK_BYTES = 2**24  # of threads; the compiler of grammars recurses (four times the stack of trial.py)
 SWITCH_INTERVAL_S = 0.0002  # latency of the engine's thread in getting the interpreter lock; Python's default is 5 ms
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the request id
@@ -176,9 +178,9 @@ class Replica:
 
         Raises ApiError 400, and the errors of `EngineLoop.submit`.
         """
-        if body.num_choices > self.loop.capacity:
+        if body.num_choices > (most := most_of_client(self.loop.capacity, alone=not client)):
             field = "n" if body.num_choices == body.n else body.prompt_field
-            message = f"{field}: {body.num_choices} choices requested; at most {self.loop.capacity} are in flight"
+            message = f"{field}: {body.num_choices} choices requested; at most {most} are in flight"
             raise ApiError(400, message, field, "too_many_choices")
         self.loop.check_room(body.num_choices, client)  # before any work
         try:
@@ -226,7 +228,9 @@ class Replica:
         """A request for each choice of each prompt; choice i of a prompt uses the seed plus i."""
         self._check_tokens(body)
         seed = body.seed if body.seed is not None else secrets.randbits(53)  # exact as a double in JSON
-        requests = (self._request(body, prompt_ids, seed) for prompt_ids in _encode(body, self.pair))
+        prompts = _encode(body, self.pair)
+        _check_prompt_logprobs(body, sum(map(len, prompts)))
+        requests = (self._request(body, prompt_ids, seed) for prompt_ids in prompts)
         return [_choice_request(request, i) for request in requests for i in range(body.n)]
 
     def _request(self, body: Body, prompt_ids: tuple[int, ...], seed: int) -> Request:
@@ -286,6 +290,16 @@ def chat_template(pair: Pair) -> str | None:
     return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
 
 
+def _check_prompt_logprobs(body: Body, num_prompt_tokens: int) -> None:
+    """Raise ApiError for more log probabilities of prompts than a response may have."""
+    num = num_prompt_tokens * body.n * ((body.prompt_logprobs or 0) + 1)
+    if body.prompt_logprobs is not None and num > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"prompt_logprobs: {num} log probabilities in all choices; at most {MAX_PROMPT_LOGPROBS} are returned"
+        )
+        raise ApiError(400, message, "prompt_logprobs", "too_many_logprobs")
+
+
 def _encode(body: Body, pair: Pair) -> list[tuple[int, ...]]:
     """Token ids of every prompt; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
@@ -299,19 +313,21 @@ def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
         message = f"reasoning_effort: {body.reasoning_effort!r} has no effect in this model; allowed: none"
         raise ApiError(400, message, "reasoning_effort")
-    messages = shown(body.messages)
-    if not knows_tools(template):
-        messages, tools = in_words(messages, tools), []
+    in_template = knows_tools(template)
+    messages = shown(body.messages) if in_template else in_words(shown(body.messages), tools)
     if template is None:
         turns = tuple(Message(message["role"], message["content"]) for message in messages)
         return Prompt("request", turns).encode(pair.tokenizer)
+    shown_tools = tools if in_template else []
     try:
-        return encode_messages(pair.tokenizer, messages, tools, body.template_kwargs)
+        return encode_messages(pair.tokenizer, messages, shown_tools, body.template_kwargs)
     except ValueError:
-        if not knows_tools(template) or (plain := shown(body.messages, plain=True)) == messages:
+        # It may need arguments that are objects, or refuse the system turn with the definitions of the tools.
+        in_words_only = without_system(messages) if tools else messages
+        other = shown(body.messages, plain=True) if in_template else in_words_only
+        if other == messages:
             raise
-        # The template needs arguments that are objects.
-        return encode_messages(pair.tokenizer, plain, tools, body.template_kwargs)
+    return encode_messages(pair.tokenizer, other, shown_tools, body.template_kwargs)
 
 
 def _choice_request(request: Request, number: int) -> Request:

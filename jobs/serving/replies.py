@@ -8,12 +8,13 @@ off. In addition to OpenAI's fields, every response has the `seed`, and its usag
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import DRAFTED, LOOKED_UP, SOURCE_NAMES, Request, Step
+from blockpilot.types import DRAFTED, LOOKED_UP, SOURCE_NAMES, Request, Step, TokenLogprobs
 from jobs.serving.answer import ChoiceText, Piece, ScoredToken, Shown, TokenText, unique_names
 from jobs.serving.constraints.tools import CallReader, whole_calls
 from jobs.serving.schema import Body, ChatRequest
@@ -105,6 +106,8 @@ class Reply:
         self._tokenizer = pair.tokenizer
         self.choices = [ChoiceText(r, pair, i, interval, self._shown(i)) for i, r in enumerate(requests)]
         self._prompts = [request.prompt_ids for request in requests[:: body.n]]
+        self._prompt_entries: dict[int, list[JsonObject | None]] = {}  # by number of the prompt
+        self._decoded = cache(lambda token: str(pair.tokenizer.decode([token])))
         self._readers = readers
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
         self._head: JsonObject = {
@@ -172,26 +175,23 @@ class Reply:
         return self._choice(choice, content, self._logprobs(choice.tokens), choice.finish_reason)
 
     def _prompt_logprobs(self, choice: ChoiceText, num_likeliest: int) -> list[JsonObject | None]:
-        """Log probabilities of the prompt in vLLM's format: by token id, with ranks if known."""
-        prompt_ids, entries = self._prompts[choice.index // self.body.n], list[JsonObject | None]()
-        for token, logprobs in zip(prompt_ids, choice.prompt_logprobs, strict=True):
-            if logprobs is None:
-                entries.append(None)
-                continue
-            likeliest = logprobs.likeliest[:num_likeliest]
-            ranks = {likely: rank for rank, (likely, _) in enumerate(logprobs.likeliest, 1)}
-            values = {token: logprobs.logprob} | dict(likeliest)
-            entries.append(
-                {
-                    str(token_id): {
-                        "logprob": value,
-                        "rank": ranks.get(token_id),
-                        "decoded_token": self._tokenizer.decode([token_id]),
-                    }
-                    for token_id, value in values.items()
-                }
-            )
-        return entries
+        """Log probabilities of the prompt, which its choices share, as in vLLM: by token id, with ranks if known."""
+        number = choice.index // self.body.n
+        if number not in self._prompt_entries:
+            scored = zip(self._prompts[number], choice.prompt_logprobs, strict=True)
+            entries = [
+                None if scores is None else self._entry(token, scores, num_likeliest) for token, scores in scored
+            ]
+            self._prompt_entries[number] = entries
+        return self._prompt_entries[number]
+
+    def _entry(self, token: int, scores: TokenLogprobs, num_likeliest: int) -> JsonObject:
+        ranks = {likely: rank for rank, (likely, _) in enumerate(scores.likeliest, 1)}
+        values = {token: scores.logprob} | dict(scores.likeliest[:num_likeliest])
+        return {
+            str(t): {"logprob": value, "rank": ranks.get(t), "decoded_token": self._decoded(t)}
+            for t, value in values.items()
+        }
 
     def _chunk(self, choice: ChoiceText, piece: Piece | None) -> JsonObject | None:
         """The choice of one chunk; None if there is nothing to send."""

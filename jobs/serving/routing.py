@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.common import PendingRequest, ReplicaQueueLengthCache
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve.config import AutoscalingContext
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
@@ -48,6 +48,8 @@ class PrefixRouter(ConsistentHashRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._num_slots: int = kwargs.pop("num_slots")
+        # Ray forgets numbers after 10 s without news, though the requests still run. The gateway is the only sender.
+        self._replica_queue_len_cache = ReplicaQueueLengthCache(staleness_timeout_s=math.inf)
         super().initialize_state(**kwargs)
 
     async def choose_replicas(

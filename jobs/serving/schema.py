@@ -72,6 +72,14 @@ def _prompts(value: Any) -> list[Prompt]:
     return prompts
 
 
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ToolChoiceBody.model_validate(value)
+    if value not in ("none", "auto", "required"):
+        raise ValueError('must be "none", "auto", "required", or an object that names a function')
+    return value
+
+
 class StreamOptions(JsonBody):
     """Additional contents of a stream."""
 
@@ -224,7 +232,9 @@ class ChatRequest(GenerateRequest):
     logprobs: Flag = False
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[ToolBody], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody = "auto"
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ToolChoiceBody, BeforeValidator(_tool_choice)] = (
+        "auto"
+    )
     parallel_tool_calls: Flag = True
     add_special_tokens: Literal[False] = False
     """Must be false: the chat template writes special tokens."""

@@ -104,10 +104,9 @@ def grammar_of(
     elif family == "llama":
         start = "start: body | FREE\nFREE: /[^{](.|\\n)*/"
     else:
-        quantifier = "*" if parallel else "?"
-        start = (
-            f"start: begun{quantifier} TEXT\nbegun: opened body\nopened[lazy]: TEXT {_text(OPEN)}\nTEXT: /(.|\\n)*/"
-        )
+        start = "start: begun* TEXT" if parallel else "start: TEXT | begun REST"
+        start += f"\nbegun: opened body\nopened[lazy]: TEXT {_text(OPEN)}\nTEXT: /(.|\\n)*/"
+        start += f"\nREST: TEXT & ~(TEXT {_text(OPEN.strip())} TEXT)" * (not parallel)  # no further call
     return Grammar("lark", "\n".join(["%llguidance {}", start, f"body: {calls}", *rules]))
 
 
@@ -186,7 +185,7 @@ class CallReader:
             deltas.append(delta)
         if is_last and self._state == "head":
             deltas.append(CallDelta(("" if self._family == "llama" else OPEN) + self._held))
-            self._held = ""
+            self._held, self._state = "", "content"
         return [delta for delta in deltas if delta != CallDelta()]
 
     def _next(self, is_last: bool) -> CallDelta | None:
@@ -288,21 +287,40 @@ def _overlap(text: str, mark: str) -> int:
 
 
 def in_words(messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[JsonObject]:
-    """Messages for a template without tools: definitions, calls and results as text in the Hermes format."""
-    text_messages = list[JsonObject]()
+    """Messages for a template without tools: definitions, calls and results as text in the Hermes format.
+
+    A result joins the turn of the user before or after it, since many templates demand alternating roles.
+    """
+    text_messages, is_result = list[JsonObject](), False
     if tools:
         text_messages.append({"role": "system", "content": PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))})
     for message in messages:
-        content = message.get("content") or ""
-        if message["role"] == "system" and text_messages and text_messages[0]["role"] == "system":
+        content, role = message.get("content") or "", message["role"]
+        was_result, is_result = is_result, role == "tool"
+        if role == "system" and text_messages and text_messages[0]["role"] == "system":
             text_messages[0]["content"] = f"{content}\n\n{text_messages[0]['content']}"
-        elif message["role"] == "tool":
-            text_messages.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+            continue
+        if is_result:
+            content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
         else:
             calls = [OPEN + json.dumps(call["function"]) + CLOSE for call in message.get("tool_calls", ())]
             content = "\n".join([content] * bool(content or not calls) + calls)
-            text_messages.append({"role": message["role"], "content": content})
+        last_role = text_messages[-1]["role"] if text_messages else None
+        if role == last_role == "user" and (is_result or was_result):
+            text_messages[-1]["content"] += f"\n{content}"
+        else:
+            text_messages.append({"role": role, "content": content})
     return text_messages
+
+
+def without_system(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """Messages for a template without system turns: the first one stands before the first user turn."""
+    first, *turns = messages
+    index = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if first["role"] != "system" or index is None:
+        return list(messages)
+    user = turns[index] | {"content": f"{first['content']}\n\n{turns[index]['content']}"}
+    return [*turns[:index], user, *turns[index + 1 :]]
 
 
 class FittedTool(NamedTuple):

@@ -143,6 +143,7 @@ def test_an_outage_keeps_the_policy_and_is_reported_until_it_is_over(followed: F
     with followed.damaged_store():
         assert "mlflow.db" in followed.look()["error"]
         assert followed.status["version"] == first.number
+        assert followed.replica.policy.champion() == (first.number, True)
         assert followed.block_size == 3
     assert followed.look()["error"] is None
     assert followed.block_size == 5
@@ -245,6 +246,25 @@ def test_a_replica_that_starts_without_the_registry_uses_the_last_copy(followed:
     assert "nowhere" in followed.status["error"]
 
 
+def test_a_replica_that_starts_without_the_registry_uses_the_copy_that_was_used_last(followed: Followed) -> None:
+    """Champion set back to the first version, whose copy is older and was used later than that of the second."""
+    first = followed.follow(3)
+    followed.crown(5)
+    followed.look()
+    followed.registry.set_champion(first)
+    assert followed.look()["version"] == first.number
+    followed.replica.policy = PolicyInUse(followed.pair, followed.replica.loop)  # as at a start
+    followed.configure(store=f"sqlite:///{followed.folder / 'nowhere' / 'mlflow.db'}")
+    assert followed.status["version"] == first.number
+
+
+def test_the_first_version_of_a_new_store_is_another_champion(followed: Followed, empty_store: Path) -> None:
+    assert followed.follow(3).number == 1
+    shutil.copy(empty_store, followed.folder / "mlflow.db")
+    assert followed.crown(5).number == 1
+    assert (followed.look()["error"], followed.block_size) == (None, 5)
+
+
 def test_a_look_that_has_begun_does_not_overrule_what_came_later(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,8 +307,21 @@ def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(followed
     followed.configure(policy="auto", follow_s=0.1)
     assert followed.status["name"] == "untrained"
     assert "not found" in followed.status["error"]
+    assert followed.replica.policy.champion() == (0, False)  # none that cannot be used
     followed.crown(2, 3)
     wait_until(lambda: followed.status["version"] == 1, 30)
+
+
+def test_auto_without_a_champion_ends_a_fixed_block_size(followed: Followed) -> None:
+    """Change of a running replica; a champion in use stays where the registry fails."""
+    followed.replica.reconfigure({"policy": 4})
+    followed.configure(policy="auto")
+    assert followed.status["name"] == "untrained"
+    version = followed.crown(3)
+    assert followed.look()["version"] == version.number
+    with followed.damaged_store():
+        followed.configure(policy="auto")
+        assert followed.status["version"] == version.number
 
 
 def test_the_policies_of_the_repository_are_served_where_they_are_asked_for(embedded_pair: Pair) -> None:

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.pairs.loading import Pair
-from helpers.api import Send, app_of, finish, idle, over_http, replica_of, until
+from helpers.api import Send, app_of, client_of, finish, idle, over_http, replica_of, until
 from helpers.bodies import COMPLETIONS, LONG
 from helpers.patience import patient
 from helpers.servers import free_port
 from jobs.serving import gateway
 from jobs.serving.api import Exchange, Limits, make_app
-from jobs.serving.clients import ApiKeys, FairQueue, has_room
+from jobs.serving.clients import ApiKeys, FairQueue, has_room, most_of_client
 from jobs.serving.gateway import Gateway
 from jobs.serving.schema import Body
 
@@ -232,6 +232,10 @@ def test_no_client_of_several_holds_more_than_half(capacity: int, requests: list
     assert max(num_held.values()) <= max(capacity // 2, 1)
     assert sum(num_held.values()) <= capacity
     assert has_room(0, capacity, capacity, alone=True)
+    most = most_of_client(capacity, alone=False)
+    assert has_room(0, most, capacity, alone=False)
+    assert not has_room(0, most + 1, capacity, alone=False)
+    assert most_of_client(capacity, alone=True) == capacity
     assert not has_room(0, capacity + 1, capacity, alone=True)
 
 
@@ -247,6 +251,17 @@ def test_one_greedy_client_leaves_places_and_the_next_slot_to_others(tiny_pair: 
         finish(greedy)
         assert sorted(call.status for call in greedy) == [200, 200, 200, 200, 429, 429]
         idle(replica)
+
+
+def test_a_request_for_more_than_a_key_may_have_is_400(tiny_pair: Pair) -> None:
+    """Status 400, since a retry after 429 could never succeed: one key among several has half of the places."""
+    with replica_of(tiny_pair, num_slots=1, max_length=300, max_queue=5) as replica:
+        for keys, most in ((("key-a", "key-b"), 3), (("key-a",), 6)):
+            with client_of(replica, keys=ApiKeys.of(keys)) as client:
+                client.headers["Authorization"] = "Bearer key-a"
+                refused = client.refusal(COMPLETIONS, LONG | {"n": most + 1}, "n")
+                assert f"at most {most} " in refused["message"]
+                assert len(client.ask(COMPLETIONS, LONG | {"n": most, "max_tokens": 1})["choices"]) == most
 
 
 def test_a_single_key_may_take_all_places(tiny_pair: Pair, send: Send) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +255,33 @@ def test_prompt_log_probabilities_by_token_id_as_vllm_has_them(
         if num:
             likeliest = [token["logprob"] for token in row.values() if token["rank"] == 1]
             assert likeliest == pytest.approx([float(expected[i - 1].max())], abs=1e-4)
+
+
+def test_the_log_probabilities_of_a_prompt_are_converted_once(
+    client: ApiClient, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices of a prompt share its entries, and a token is decoded once; otherwise other requests would wait."""
+    decoded, decode = list[int](), tiny_pair.tokenizer.decode
+
+    def counted(ids: list[int], **options: Any) -> str:
+        decoded.extend(ids)
+        return str(decode(ids, **options))
+
+    monkeypatch.setattr(tiny_pair.tokenizer, "decode", counted)
+    body = {"prompt": ["a" * 200, "b" * 200], "n": 3, "max_tokens": 1, "prompt_logprobs": 20}
+    choices = client.ask(COMPLETIONS, body)["choices"]
+    assert len(set(decoded)) == len(decoded)
+    for start in (0, 3):
+        assert len(choices[start]["prompt_logprobs"]) == 200
+        assert choices[start]["prompt_logprobs"] == choices[start + 2]["prompt_logprobs"]
+
+
+def test_more_log_probabilities_of_prompts_than_a_response_has_are_refused(tiny_pair: Pair) -> None:
+    body = {"prompt": [[65] * 299] * 60, "max_tokens": 1}
+    with served(tiny_pair, num_slots=1, max_length=300) as client:
+        message = client.refusal(COMPLETIONS, body | {"prompt_logprobs": 20}, "prompt_logprobs")["message"]
+        assert f"{60 * 299 * 21} log probabilities" in message
+        client.ask(COMPLETIONS, body | {"prompt": body["prompt"][:2], "prompt_logprobs": 20})
 
 
 def test_a_prompt_with_log_probabilities_is_the_same_when_its_keys_and_values_were_kept(client: ApiClient) -> None:

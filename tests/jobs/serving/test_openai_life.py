@@ -20,8 +20,9 @@ from helpers.api import HttpCall, Send, app_of, client_of, finish, idle, replica
 from helpers.bodies import COMPLETIONS, LONG, check_error
 from helpers.patience import patient
 from jobs.serving import engine_loop, policies
-from jobs.serving.api import GONE, Exchange, Limits
+from jobs.serving.api import GONE, Deadline, Exchange, Limits
 from jobs.serving.engine_loop import MAX_FAILURES
+from jobs.serving.fields import ApiError, shutting_down
 from jobs.serving.replica import Replica
 
 STREAMED = LONG | {"stream": True}
@@ -84,6 +85,18 @@ def test_full_queue_is_429_before_a_prompt_is_tokenized_and_recovers(
     finish(accepted)
     next_call = send(app, LONG | {"max_tokens": 1}).finish()
     assert all(map(is_whole, (*accepted, next_call)))
+
+
+def test_a_request_whose_client_leaves_does_not_wait_for_a_slot(one_slot: Replica, send: Send) -> None:
+    app = app_of(one_slot)
+    running_call = send(app, STREAMED)
+    running_call.until("data: ")
+    waiting_call = send(app, LONG)
+    until(lambda: one_slot.loop.num_waiting == 1)
+    waiting_call.vanish()
+    until(lambda: one_slot.loop.num_waiting == 0)
+    assert not running_call.done
+    assert is_whole(running_call.finish())
 
 
 # --- failures ---
@@ -273,6 +286,31 @@ def test_what_does_not_end_in_time_ends_with_an_error(replica: Replica, by: str,
     assert plain.status == 503
     assert [last_error(call)["code"] for call in (plain, streamed)] == ["shutting_down"] * 2
     until(lambda: replica.loop.num_in_flight == 0)
+
+
+def test_a_cut_during_a_deadline_does_not_end_the_cut_of_others() -> None:
+    """Work that is just cancelled by its deadline when all requests are cut."""
+
+    async def scene() -> None:
+        is_cancelled, resume_event = asyncio.Event(), asyncio.Event()
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                is_cancelled.set()
+                await resume_event.wait()
+
+        deadline = Deadline(0.01)
+        call = asyncio.create_task(deadline.bound(slow_to_end()))
+        await is_cancelled.wait()
+        deadline.cut(shutting_down())
+        resume_event.set()
+        with pytest.raises(ApiError) as error:
+            await call
+        assert error.value.code == "shutting_down"
+
+    asyncio.run(scene())
 
 
 # --- deadlines, and reports ---

@@ -1,13 +1,14 @@
 """API keys, size limits, models by name, intervals of a stream, and the log of answers."""
 
 import logging
+from collections import Counter
 
 import pytest
 
 from blockpilot.pairs.loading import Pair
 from helpers.api import ApiClient, client_of, served
-from helpers.bodies import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, check_error, shown
-from jobs.serving.api import Limits, make_app
+from helpers.bodies import CHAT, COMPLETIONS, PROMPTS, QUESTION, JsonObject, check_error, events, shown
+from jobs.serving.api import Exchange, Limits, make_app
 from jobs.serving.clients import ApiKeys
 from jobs.serving.fields import ApiError
 from jobs.serving.replica import Replica
@@ -23,7 +24,8 @@ KEYS = ApiKeys.of(("first-key", "second-key"))
 def test_without_one_of_the_keys_nothing_is_answered(replica: Replica) -> None:
     unknown = ("Bearer first-ke", "Bearer first-key2", "Bearer FIRST-KEY", "Basic first-key", "Bearer \xe9\xff")
     missing = dict.fromkeys((None, "Bearer ", "first-key"), "an API key is needed")
-    with client_of(replica, keys=KEYS) as client:
+    exchanges = list[Exchange]()
+    with client_of(replica, keys=KEYS, on_exchange=exchanges.append) as client:
         for header, complaint in (missing | dict.fromkeys(unknown, "unknown API key")).items():
             headers = {} if header is None else {"Authorization": header.encode("latin-1")}
             for response in (
@@ -34,6 +36,11 @@ def test_without_one_of_the_keys_nothing_is_answered(replica: Replica) -> None:
                 assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
                 error = check_error(response.json())
                 assert (error["code"], complaint in error["message"]) == ("invalid_api_key", True)
+    assert {(exchange.status, exchange.code) for exchange in exchanges} == {(401, "invalid_api_key")}
+    paths = Counter(exchange.path for exchange in exchanges)
+    assert paths == dict.fromkeys(
+        (COMPLETIONS, CHAT, "/v1/models", "/v1/models/{name:path}"), len(missing) + len(unknown)
+    )
 
 
 def test_each_key_opens_and_health_and_the_page_need_none(replica: Replica) -> None:
@@ -138,6 +145,15 @@ def test_a_stream_sends_what_comes_within_its_interval_together(
     assert answers[0] == answers[1] == answers[2]
     # The first token, the others, half a character, the end.
     assert num_chunks[1] == num_chunks[2] <= 4 < usage["num_steps"] < num_chunks[0]
+
+
+def test_a_stream_has_no_end_of_line_within_an_event(client: ApiClient) -> None:
+    """Ends of lines of Unicode, at which clients of Python's splitlines would cut an event."""
+    text = "a\u2028b\u2029c\x85d"
+    body = {"messages": QUESTION, "max_tokens": 40, "stream": True, "structured_outputs": {"choice": [text]}}
+    stream = client.send_body(CHAT, body).text
+    assert {line[:6] for line in stream.splitlines() if line} == {"data: "}
+    assert shown([chunk["choices"][0] for chunk in events(stream)]) == text
 
 
 # --- the log of answers ---

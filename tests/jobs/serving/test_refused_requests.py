@@ -61,6 +61,10 @@ BAD_CHAT_FIELDS: list[tuple[str, list[object], str]] = [
     ("continue_final_message", [True], ""),
     ("reasoning_effort", ["high"], ""),
     ("response_format", [{"type": "json_schema"}], ""),
+    ("structured_outputs", [{"json": 5}], "structured_outputs.json"),
+    ("tool_choice", ["sometimes", 5, []], ""),
+    ("tool_choice", [{"type": "function"}], "tool_choice.function"),
+    ("tool_choice", [{"type": "function", "function": {}}], "tool_choice.function.name"),
     *((name, [7], "") for name in NEUTRAL),
 ]
 BAD_COMBINATIONS: list[tuple[str, JsonObject, str]] = [
@@ -102,6 +106,7 @@ def test_errors_say_what_is_allowed(client: ApiClient) -> None:
         ("lookup", "auto", "valid boolean"),
         ("presence_penalty", 3, "less than or equal to 2"),
         ("store", True, "false"),
+        ("tool_choice", "sometimes", '"none", "auto", "required", or an object that names a function'),
     ):
         assert allowed in client.refusal(CHAT, SHORT[CHAT] | {name: value}, name)["message"]
     unknown = client.refusal(CHAT, SHORT[CHAT] | {"model": "gpt-9"}, "model", status=404)

@@ -32,7 +32,7 @@ from jobs.common.registry import Registry, model_name
 from jobs.serve import LOOPBACK_NAMES, ServeConfig, build_app, is_open, run
 from jobs.serving.clients import ApiKeys, api_keys
 from jobs.serving.gateway import bound, close, is_loopback, netloc
-from jobs.serving.models import ModelConfig, ReplicaResources, find_policy, models_by_name
+from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 # MLflow's models use a deprecated part of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -103,22 +103,6 @@ def test_a_server_is_refused_where_ray_asks_for_no_token(monkeypatch: pytest.Mon
     assert "RAY_AUTH_MODE disabled: Ray listens on all interfaces" in error_of(ServeConfig, run, "--policy 2")
 
 
-def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(serve, "num_cores", lambda: 8)
-    one, three = ModelConfig(), ModelConfig(resources=ReplicaResources(num_actors=2), max_replicas=3)
-    two_cpus = ModelConfig(resources=ReplicaResources(num_cpus=2))
-    assert serve.replica_cpus(one, (one,), alone=True) == (8, "all 8 cores of this machine")
-    assert serve.replica_cpus(one, (one, three), alone=True) == (2, "1/4 of the 8 cores of this machine")
-    assert serve.replica_cpus(two_cpus, (two_cpus, three), alone=True) == (2, "num_cpus 2")
-    assert serve.replica_cpus(one, (one, *[three] * 3), alone=True).num == 1  # more replicas than cores
-    assert serve.replica_cpus(one, (one,), alone=False) == (1, "one core of a cluster")
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert serve.replica_cpus(one, (one,), alone=True) == (1, "one core of a cluster")
-    with pytest.raises(ConfigError, match="num_actors"):
-        ServeConfig(policy="8", resources=ReplicaResources(num_actors=0))
-
-
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BLOCKPILOT_API_KEY", raising=False)
     assert api_keys(None) == ApiKeys()
@@ -183,6 +167,25 @@ def test_the_deploy_file_is_one_that_serve_takes(
     monkeypatch.delenv("BLOCKPILOT_API_KEY")
     with pytest.raises(ValueError, match="needs_api_key: there is none in BLOCKPILOT_API_KEY"):
         build_app(loaded_config)
+
+
+def test_the_deploy_file_keeps_the_accepted_hosts_and_absolute_paths(
+    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File read in another directory, where the hosts, the keys and the policies are those of the command line."""
+    monkeypatch.chdir(tmp_path)
+    Path("keys").write_text("a-key\n")
+    other = ModelConfig(pair=pair_config, served_model_name=("other",), policy="policies/b")
+    for host, hosts in (("0.0.0.0", ("*",)), ("127.0.0.2", ServeConfig(host="127.0.0.2").hosts)):
+        own = {"policy": "policies/a", "api_key_file": Path("keys"), "others": (other,)}
+        run(ServeConfig(pair=pair_config, host=host, **own, write_config=tmp_path / "serve.yaml"))
+        (app,) = ServeDeploySchema.model_validate(yaml.safe_load((tmp_path / "serve.yaml").read_text())).applications
+        loaded_config = ServeConfig(**app.args)
+        assert loaded_config.hosts == hosts
+        assert loaded_config.api_key_file == tmp_path / "keys"
+        policies = [model.policy for model in loaded_config.models]
+        assert policies == [str(tmp_path / "policies" / name) for name in "ab"]
+        assert loaded_config.models[0].pair == loaded_config.models[1].pair == pair_config
 
 
 # --- addresses that the server listens on, and its own name for them ---

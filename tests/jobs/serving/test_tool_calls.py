@@ -87,7 +87,9 @@ def test_a_grammar_takes_calls_in_the_familys_words_and_no_others(
     assert is_taken(free + call) == (not must_call or family == "llama")
     assert not is_taken(call.replace("Rome", "Bonn"))
     assert not is_taken(call.replace("weather", "whether"))
-    assert is_taken(f"{call}\n{call}") == (parallel and family != "llama") or not must_call
+    assert is_taken(f"{call}\n{call}") == (parallel and family != "llama")
+    assert is_taken(f"{call}\nMore <tool> text.\n{call}") == (parallel and not must_call and family != "llama")
+    assert is_taken(f"{call}\nMore <tool> text.\n") == (not must_call and family != "llama")
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -105,6 +107,16 @@ def test_calls_are_read_however_the_text_comes(family: Family) -> None:
     plain = CallReader(family, TOOLS)
     deltas = [*plain.push("No <tool_call, {no} call"), *plain.push("", is_last=True)]
     assert "".join(delta.content for delta in deltas) == "No <tool_call, {no} call"
+
+
+@pytest.mark.parametrize("family", ["hermes", "coder"])
+def test_a_whole_call_stays_where_a_later_one_has_just_begun(family: Family) -> None:
+    first, begun = TEXTS[family], '\n<tool_call>\n{"na'
+    reader = CallReader(family, TOOLS)
+    deltas = reader.push(first + begun, is_last=True)
+    assert [(delta.name, delta.number) for delta in deltas if delta.name] == [("weather", 0)]
+    assert "".join(delta.content for delta in deltas) == begun.strip()
+    assert reader.is_whole
 
 
 @pytest.mark.parametrize("choice", ["required", CALL_WEATHER])

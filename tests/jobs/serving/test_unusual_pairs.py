@@ -1,5 +1,6 @@
-"""Unusual pairs: a tokenizer with more or fewer tokens than the target's embedding has rows, and a target without a
-draft, which has lookup by default, no policy of the registry, and no fixed block size."""
+"""Unusual pairs: a tokenizer with more or fewer tokens than the target's embedding has rows; a target without a
+draft, which has lookup by default, no policy of the registry, and no fixed block size; a template that demands
+alternating roles."""
 
 import asyncio
 import json
@@ -16,13 +17,15 @@ from blockpilot.constraints.automaton import tokenizer_json
 from blockpilot.control.cost import NOMINAL
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import PairId, Sampling
-from helpers.api import ApiClient, client_of, replica_of
+from helpers.api import ApiClient, client_of, replica_of, served
 from helpers.bodies import CHAT, COMPLETIONS, QUESTION, text_of
 from helpers.engines import plain_text
 from helpers.patience import wait_until
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 from jobs.common.config import PairConfig
 from jobs.serve import ServeConfig
+from jobs.serving import messages
+from jobs.serving.constraints.tools import in_words, without_system
 from jobs.serving.models import find_policy
 from jobs.serving.replica import Replica
 
@@ -136,3 +139,33 @@ def test_policies_that_need_a_draft_are_refused(alone: Replica, tmp_path: Path) 
         alone.reconfigure({"policy": policy})
         assert find_policy(config.model_copy(update={"policy": str(policy)}), tmp_path) == policy
     assert find_policy(config, tmp_path) == "auto"
+
+
+# --- a template whose roles must alternate ---
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+)
+
+
+def test_results_of_tools_are_in_turns_that_alternate(tiny_pair: Pair) -> None:
+    """Template that refuses system turns and demands alternating roles, as Gemma's and Mistral's first one do."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = ALTERNATING
+    calls = [{"id": id_, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id_ in "ab"]
+    results = [{"role": "tool", "tool_call_id": id_, "content": id_} for id_ in "ab"]
+    turns = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    pair = replace(tiny_pair, tokenizer=tokenizer)
+    with served(pair, num_slots=1, max_length=1000) as client:
+        for further in ([], QUESTION):
+            client.ask(CHAT, {"messages": [*turns, *further], "tools": [TOOL], "max_tokens": 2})
+        assert "must alternate" in client.refusal(CHAT, {"messages": [*QUESTION, *QUESTION]})["message"]
+    results_text = "\n".join(f"<tool_response>\n{id_}\n</tool_response>" for id_ in "ab")
+    shown_turns = messages.shown([messages.ChatMessage.model_validate(turn) for turn in [*turns, *QUESTION]])
+    first, assistant, last = without_system(in_words(shown_turns, [TOOL]))
+    assert (first["role"], assistant["role"], last["role"]) == ("user", "assistant", "user")
+    assert last["content"] == f"{results_text}\n{QUESTION[0]['content']}"
+    assert first["content"].startswith("# Tools")
+    assert first["content"].endswith(f"\n\n{QUESTION[0]['content']}")

@@ -121,12 +121,22 @@ def run(config: SweepConfig) -> SweepResult:
 
 
 def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
-    """The shards, and the prompts in the order of the shards, without duplicates."""
-    prompts = {
-        prompt_ids(prompt, config.seed, config.temperature): prompt
-        for name in config.prompts
-        for prompt in load_prompts(name, config.num_prompts, config.shuffle_seed)
-    }
+    """The shards, and the prompts in the order of the shards, without duplicates.
+
+    Conversations with the same first turn would share its row: the first one is kept.
+    """
+    prompts: dict[tuple[str, ...], Prompt] = {}
+    ids_by_first_turn: dict[str, tuple[str, ...]] = {}
+    left_out = set[tuple[str, ...]]()
+    for name in config.prompts:
+        for prompt in load_prompts(name, config.num_prompts, config.shuffle_seed):
+            turn_ids = prompt_ids(prompt, config.seed, config.temperature)
+            if ids_by_first_turn.setdefault(turn_ids[0], turn_ids) == turn_ids:
+                prompts[turn_ids] = prompt
+            else:
+                left_out.add(turn_ids)
+    if left_out:
+        print(f"sweep: {len(left_out)} conversations left out: another one has the same first turn")
     ids = list(prompts)
     starts = range(0, len(ids), config.prompts_per_shard)
     shards = [SweepShard(i, tuple(ids[start : start + config.prompts_per_shard])) for i, start in enumerate(starts)]
@@ -159,7 +169,9 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
         lease.check()
         assert scheduler.metadata is not None, "a worker loads before it sweeps"
         folder.write(task.shard, outcome.rows, scheduler.metadata)
-        rejects += outcome.rejects
+        if outcome.rejects:  # a lost worker rejects all turns, also those with a row of an earlier run
+            done = {row.prompt_id for row in folder.read(task.shard)}
+            rejects += [reject for reject in outcome.rejects if reject.prompt_id not in done]
         progress.advance(len(task.places))
     if scheduler.last is not None:  # no other worker decodes now
         with suppress(RayError):  # a lost worker: `run` starts another one
@@ -187,6 +199,7 @@ class SweepWorker:
         self._config = config
         self._pair: Any = None  # blockpilot.Pair
         self._candidates: list[int] = []
+        self._metadata: Metadata | None = None
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Load the pair; returns the metadata of part files. Raises ValueError for candidates that do not fit it."""
@@ -195,7 +208,7 @@ class SweepWorker:
         self._pair = pair = self._config.pair.load()
         self._candidates = candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, pair.max_length)
-        return Metadata(
+        self._metadata = Metadata(
             config=identity,
             pair=pair.id,
             dtype=dtype_name(pair.target.dtype),
@@ -206,15 +219,17 @@ class SweepWorker:
             | {name: version(name) for name in ("torch", "transformers")},
             git_commit=git_commit,
         )
+        return self._metadata
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of these prompts."""
         from blockpilot.sweep.sweep import sweep_prompts
 
         assert self._pair is not None
+        assert self._metadata is not None
         names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples"}
         settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
-        return sweep_prompts(self._pair, prompts, self._candidates, **settings)
+        return sweep_prompts(self._pair, prompts, self._candidates, **settings).checked(self._metadata)
 
     def measure_price(self, rows: int, context: int) -> StepPrice:
         """Step cost on this device, up to `rows` rows with `context` tokens each."""

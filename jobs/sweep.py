@@ -6,14 +6,10 @@ prompts that have a row are skipped. Prompts that cannot be swept are listed in 
 again by the next run. The step cost is measured at the end, when nothing else decodes.
 """
 
-import platform
-import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
-from importlib.metadata import version
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -26,6 +22,7 @@ from blockpilot.storage import is_file, join, without_secrets, write_bytes, writ
 from blockpilot.sweep.candidates import Method, candidates_around, check_candidates
 from blockpilot.sweep.rows import Metadata, Outcome, Reject, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
+from jobs.common.build import git_commit, versions
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads, result
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
@@ -115,7 +112,7 @@ def run(config: SweepConfig) -> SweepResult:
             connect()
             worker_type, arguments, options = _worker(config)
             with lone_actor(worker_type, config.resources, *arguments, **options) as call:
-                call("load", folder.identity, _git_commit())
+                call("load", folder.identity, git_commit())
                 _write_price(config, call("measure_price", config.price_rows, config.price_context))
         return _finish(config, folder, sum(len(shard.ids) for shard in shards), rejects)
 
@@ -215,8 +212,7 @@ class SweepWorker:
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
             candidates=candidates,
-            versions={"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers")},
+            versions=versions(),
             git_commit=git_commit,
         )
         return self._metadata
@@ -243,7 +239,7 @@ def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
     """A new worker, and the Ray reference of its metadata."""
     worker_type, arguments, options = _worker(config)
     worker = new_actor(worker_type, config.resources, *arguments, **options)
-    return worker, worker.load.remote(folder.identity, _git_commit())
+    return worker, worker.load.remote(folder.identity, git_commit())
 
 
 def _worker(config: SweepConfig) -> tuple[type[Any], tuple[Any, ...], dict[str, object]]:
@@ -260,14 +256,6 @@ def _needs_price(config: SweepConfig) -> bool:
 
 def _write_price(config: SweepConfig, price: StepPrice) -> None:
     write_text(join(config.output, PRICE_FILE), price.to_json())
-
-
-@cache
-def _git_commit() -> str:
-    """Commit of the running code, with -dirty for uncommitted changes; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
 
 
 def _finish(config: SweepConfig, folder: SweepFolder, num_rows: int, rejects: Sequence[Reject]) -> SweepResult:

@@ -5,11 +5,9 @@ so each candidate starts a new one. Every other shard takes the candidates in de
 running engine. vLLM cannot replay a text, and above temperature 0 its texts depend on the block size.
 """
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from blockpilot.control.cost import COEFFICIENTS, Load, StepPrice, fit, relative
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, Outcome
 from blockpilot.types import Prefill, Sampling
+from jobs.common.build import versions
 from jobs.common.config import Config, PairConfig
 
 # Chains verify every drafted position, so token_s includes both costs; vLLM's matmuls have no tiles of TILE tokens.
@@ -78,9 +77,7 @@ class VllmSweepWorker:
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
             candidates=list(candidates),
-            versions={"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers")}
-            | {"vllm": engine.version},
+            versions=versions() | {"vllm": engine.version},
             git_commit=git_commit,
         )
         return self._metadata

@@ -54,8 +54,9 @@ _opened = lru_cache(maxsize=256)(FileSystem.from_uri)
 
 
 def join(place: Place, *names: str) -> str:
-    """Path or URI of `names` below a place."""
-    return "/".join([os.fspath(place).rstrip("/"), *names])
+    """Path or URI of `names` below a place; a URI keeps its options, such as ?region=eu-1, at its end."""
+    path, mark, options = os.fspath(place).partition("?") if is_uri(place) else (os.fspath(place), "", "")
+    return "/".join([path.rstrip("/"), *names]) + mark + options
 
 
 def is_file(place: Place) -> bool:

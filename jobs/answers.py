@@ -24,7 +24,7 @@ from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
-from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
+from jobs.common.config import Config, LocalPath, Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
 from jobs.common.progress import show_progress
 
@@ -62,7 +62,7 @@ class AnswersConfig(Config):
     """Seed of the selection of prompts, the held-out split and the answers."""
     resources: Resources = Resources()
     """Resources of the Ray actors."""
-    answers: Path = Path("runs/answers")
+    answers: LocalPath = Path("runs/answers")
     """Output directory of the shards: `train/`, `held_out/`, and the prompts that the target wrote."""
 
 
@@ -86,7 +86,8 @@ def run(config: AnswersConfig) -> AnswerShards:
     absolute_in_submitted_job(config.answers, "answers")
     plan(config, own_prompts=())
     with Lease(config.answers) as lease:
-        remove_unfinished(config.answers)
+        for folder in (*AnswerShards._fields, OWN_PROMPTS):  # trainings write features into other folders meanwhile
+            remove_unfinished(config.answers / folder)
         connect(include_dashboard=True)
         own_prompts = write_own_prompts(config, lease, range(config.num_own_prompts))
         shards = plan(config, own_prompts)

@@ -21,6 +21,7 @@ from typing import Any
 from blockpilot.evaluation.statistics import MethodRun, Totals
 from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
 from blockpilot.storage import write_text
+from jobs.common.build import git_commit, versions
 from jobs.common.cluster import connect, lone_actor
 from jobs.common.config import Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
@@ -84,11 +85,12 @@ def _runs_file(config: EvaluateConfig, plan: Plan, setting: Setting) -> Path:
 
 
 def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
-    """Hash of everything that the runs depend on: settings, models, device, prompts, step cost and policies."""
+    """Hash of everything that the runs depend on: settings, models, device, code, prompts, step cost and policies."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
     machine = setting.pair, *setting.rivals.values(), setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in plan.prompts]
-    key = repr((settings, machine, list(plan.policies), prompts, plan.groups, plan.price))
+    build = git_commit(), versions()
+    key = repr((settings, machine, build, list(plan.policies), prompts, plan.groups, plan.price))
     digest = hashlib.sha256(key.encode())
     for directory in plan.policies.values():
         for file in (directory / INFO_FILE, directory / WEIGHTS_FILE):  # kind `step` has only the first

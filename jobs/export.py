@@ -20,7 +20,7 @@ from blockpilot.pairs.checkpoints import EMBEDDED_DRAFT_DIRECTORY
 from blockpilot.pairs.table import EMBEDDED_DRAFT
 from blockpilot.storage import join, write_text
 from blockpilot.sweep.rows import Metadata, difference, read_parts
-from jobs.common.config import Config, Place, absolute_in_submitted_job, main
+from jobs.common.config import Config, LocalPath, Place, absolute_in_submitted_job, main
 
 FILES = {"vllm": "vllm.json", "sglang": "sglang.yaml"}
 USES = {
@@ -48,7 +48,7 @@ class ExportConfig(Config):
     gets one number."""
     method: Method | None = None
     """Kind of the draft; by default eagle3 if the draft proposes token by token, otherwise dflash."""
-    output: Path = Path("runs/export")
+    output: LocalPath = Path("runs/export")
     """Output directory of the file, vllm.json or sglang.yaml."""
 
 

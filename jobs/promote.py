@@ -52,9 +52,9 @@ def run(config: PromoteConfig) -> PromoteResult:
     passed, reason = _judge(version, champion)
     promoted = passed or config.force
     if promoted:
-        registry.set_champion(version)
         if not passed:
             registry.tag_version(version, {"promoted.forced": reason})
+        registry.set_champion(version)
     print(f"promote: {name} version {version.number} is {'' if promoted else 'not '}the champion: {reason}")
     current = version if promoted else champion
     number = current.number if current and _same_pair(version, current) else None

@@ -6,12 +6,10 @@ prompts that have a row are skipped. Prompts that cannot be swept are listed in 
 again by the next run. The step cost is measured at the end, when nothing else decodes.
 """
 
-import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -32,6 +30,7 @@ from blockpilot.sweep.rows import (
     read_parts,
 )
 from blockpilot.sweep.summary import Summary
+from jobs.common.build import git_commit
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads, result
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
@@ -122,18 +121,28 @@ def run(config: SweepConfig) -> SweepResult:
             connect()
             worker_type, arguments, options = _worker(config)
             with lone_actor(worker_type, config.resources, *arguments, **options) as call:
-                call("load", folder.identity, _git_commit())
+                call("load", folder.identity, git_commit())
                 _write_price(config, call("measure_price", config.price_rows, config.price_context))
         return _finish(config, folder, sum(len(shard.ids) for shard in shards), rejects)
 
 
 def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
-    """The shards, and the prompts in the order of the shards, without duplicates."""
-    prompts = {
-        prompt_ids(prompt, config.seed, config.temperature): prompt
-        for name in config.prompts
-        for prompt in load_prompts(name, config.num_prompts, config.shuffle_seed)
-    }
+    """The shards, and the prompts in the order of the shards, without duplicates.
+
+    Conversations with the same first turn would share its row: the first one is kept.
+    """
+    prompts: dict[tuple[str, ...], Prompt] = {}
+    ids_by_first_turn: dict[str, tuple[str, ...]] = {}
+    left_out = set[tuple[str, ...]]()
+    for name in config.prompts:
+        for prompt in load_prompts(name, config.num_prompts, config.shuffle_seed):
+            turn_ids = prompt_ids(prompt, config.seed, config.temperature)
+            if ids_by_first_turn.setdefault(turn_ids[0], turn_ids) == turn_ids:
+                prompts[turn_ids] = prompt
+            else:
+                left_out.add(turn_ids)
+    if left_out:
+        print(f"sweep: {len(left_out)} conversations left out: another one has the same first turn")
     ids = list(prompts)
     starts = range(0, len(ids), config.prompts_per_shard)
     shards = [SweepShard(i, tuple(ids[start : start + config.prompts_per_shard])) for i, start in enumerate(starts)]
@@ -166,7 +175,9 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
         lease.check()
         assert scheduler.metadata is not None, "a worker loads before it sweeps"
         folder.write(task.shard, outcome.rows, scheduler.metadata)
-        rejects += outcome.rejects
+        if outcome.rejects:  # a lost worker rejects all turns, also those with a row of an earlier run
+            done = {row.prompt_id for row in folder.read(task.shard)}
+            rejects += [reject for reject in outcome.rejects if reject.prompt_id not in done]
         progress.advance(len(task.places))
     if scheduler.last is not None:  # no other worker decodes now
         with suppress(RayError):  # a lost worker: `run` starts another one
@@ -194,6 +205,7 @@ class SweepWorker:
         self._config = config
         self._pair: Any = None  # blockpilot.Pair
         self._candidates: list[int] = []
+        self._metadata: Metadata | None = None
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Load the pair; returns the metadata of part files. Raises ValueError for candidates that do not fit it."""
@@ -202,16 +214,18 @@ class SweepWorker:
         self._pair = pair = self._config.pair.load()
         self._candidates = candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, pair.max_length)
-        return made_by(pair, dtype_name(pair.target.dtype), candidates, identity, git_commit)
+        self._metadata = made_by(pair, dtype_name(pair.target.dtype), candidates, identity, git_commit)
+        return self._metadata
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of these prompts."""
         from blockpilot.sweep.sweep import sweep_prompts
 
         assert self._pair is not None
+        assert self._metadata is not None
         names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples"}
         settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
-        return sweep_prompts(self._pair, prompts, self._candidates, **settings)
+        return sweep_prompts(self._pair, prompts, self._candidates, **settings).checked(self._metadata)
 
     def measure_price(self, rows: int, context: int) -> StepPrice:
         """Step cost on this device, up to `rows` rows with `context` tokens each."""
@@ -225,7 +239,7 @@ def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
     """A new worker, and the Ray reference of its metadata."""
     worker_type, arguments, options = _worker(config)
     worker = new_actor(worker_type, config.resources, *arguments, **options)
-    return worker, worker.load.remote(folder.identity, _git_commit())
+    return worker, worker.load.remote(folder.identity, git_commit())
 
 
 def _worker(config: SweepConfig) -> tuple[type[Any], tuple[Any, ...], dict[str, object]]:
@@ -242,14 +256,6 @@ def _needs_price(config: SweepConfig) -> bool:
 
 def _write_price(config: SweepConfig, price: StepPrice) -> None:
     write_text(join(config.output, PRICE_FILE), price.to_json())
-
-
-@cache
-def _git_commit() -> str:
-    """Commit of the running code, with -dirty for uncommitted changes; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
 
 
 def _finish(config: SweepConfig, folder: SweepFolder, num_rows: int, rejects: Sequence[Reject]) -> SweepResult:

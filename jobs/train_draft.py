@@ -38,12 +38,13 @@ from blockpilot.draft_training.training import DraftFit, TrainingFit, Validation
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.models.target import Target, embedding_table
-from blockpilot.pairs.checkpoints import find_draft
+from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.pairs.loading import load_target
 from jobs import answers
 from jobs.answers import AnswerShards
 from jobs.common.cluster import num_threads, pooled
 from jobs.common.config import absolute_in_submitted_job, main
+from jobs.common.lease import Lease
 from jobs.common.progress import show_progress
 from jobs.common.ray_train import MetricLog, State, recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
@@ -86,18 +87,20 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     registry = Registry.open()
     written = answers.run(config)
     check_answers(config, written)
-    data = write_shard_slots(config, written) if config.only_edges else write_shard_features(config, written)
-    scaling = scaling_config(config.num_workers, config.resources.accelerator_type, config.resources.num_cpus)
-    storage, name = config.output.absolute() / "train", _run_name(config, written)
-    with recorded(registry, "train_draft", storage, name) as record:
-        record.log_params(config.recorded(exclude={"fit"}) | asdict(config.fit))
-        work = functools.partial(_work, config, data, registry.uri, record.id)
-        state, metrics = train(work, scaling, storage, name, config.max_failures)
-        MetricLog(registry.uri, record.id, state["unlogged"]).flush()
-        draft = trained_draft(config, state, written)
-        directory = config.output / "draft"
-        export(draft, directory)
-        record.log_artifact(directory, "draft")
+    with Lease(config.output) as lease:
+        data = write_shard_slots(config, written) if config.only_edges else write_shard_features(config, written)
+        scaling = scaling_config(config.num_workers, config.resources.accelerator_type, config.resources.num_cpus)
+        storage, name = config.output.absolute() / "train", _run_name(config, written)
+        with recorded(registry, "train_draft", storage, name) as record:
+            record.log_params(config.recorded(exclude={"fit"}) | asdict(config.fit))
+            work = functools.partial(_work, config.for_training(), data, registry.uri, record.id)
+            state, metrics = train(work, scaling, storage, name, config.max_failures)
+            MetricLog(registry.uri, record.id, state["unlogged"]).flush()
+            draft = trained_draft(config, state, written)
+            directory = config.output / "draft"
+            lease.check()
+            export(draft, directory)
+            record.log_artifact(directory, "draft")
     return TrainDraftResult(directory, metrics, record.id)
 
 
@@ -105,21 +108,25 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
 
 
 def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
-    """Raise ValueError for answers of several targets or with the mask token, or if none has 2 tokens or more."""
-    revisions, lengths = set(), []
+    """Raise ValueError for answers of several targets or of another one, for answers with the mask token, and if no
+    training answer or no held-out answer has 2 tokens or more.
+    """
+    revisions, folders = set[str](), set[str]()
     mask = mask_token_id(config) if config.kind == "dflash" else None
     for path in [shard.path for shards in written for shard in shards]:
         revisions.add(answer_source(path).target_revision)
         for answer in read_answers(path):
-            lengths.append(len(answer.tokens) - answer.num_prompt_tokens)
+            if answer.has_anchor:
+                folders.add(path.parent.name)
             if mask in answer.tokens:
                 raise ValueError(f"mask_token {config.mask_token!r}: in use in {path}")
     if len(revisions) > 1:
         raise ValueError(f"{config.answers}: answers of several targets, revisions {', '.join(sorted(revisions))}")
-    if max(lengths, default=0) < 2:
-        raise ValueError(
-            f"{config.answers}: no answer of 2 tokens or more; max_prompt_tokens {config.max_prompt_tokens}"
-        )
+    if missing := sorted({*AnswerShards._fields} - folders):
+        place = config.answers / missing[0]
+        raise ValueError(f"{place}: no answer of 2 tokens or more; max_prompt_tokens {config.max_prompt_tokens}")
+    if (current := find_target(config.target).revision) not in revisions:
+        raise ValueError(f"{config.answers}: answers of revision {revisions.pop()}, the target is {current} now")
 
 
 # --- features, or slots of a frozen draft ---
@@ -188,7 +195,7 @@ class SlotWorker(FeatureWorker):
         self.check(shard)
         model: Any = self.target.model
         embedding, head = embedding_table(model), model.lm_head.weight.detach()
-        answers = [a for a in read_answers(shard.answers) if len(a.tokens) > a.num_prompt_tokens + 1]
+        answers = [answer for answer in read_answers(shard.answers) if answer.has_anchor]
         answers.sort(key=lambda answer: len(answer.tokens))  # less padding
         corpus, parts = StreamedCorpus(answers, self.target), list[DraftedSlots]()
         for start in range(0, len(answers), SLOT_DOCUMENTS):
@@ -202,11 +209,16 @@ class SlotWorker(FeatureWorker):
 
 
 def write_shard_slots(config: TrainDraftConfig, written: AnswerShards) -> DraftShards:
-    """Write the missing slots of all shards, in a folder named by a hash of everything that they depend on."""
+    """Write the missing slots of all shards, in a folder named by a hash of everything that they depend on.
+
+    Shards without a usable answer are left out.
+    """
     edges, revision = draft_with_edges(config)[1], answer_source(written.train[0].path).target_revision
-    key = revision, find_draft(config.start).revision, edges.width, config.fit.num_anchors, config.seed
+    key: tuple[object, ...] = revision, find_draft(config.start).revision
+    key += edges.width, config.fit.num_anchors, config.seed, *(("causal",) if config.causal else ())
     folder = config.answers.absolute() / f"slots-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
-    data = DraftShards(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
+    usable = [[s.path for s in side if any(answer.has_anchor for answer in read_answers(s.path))] for side in written]
+    data = DraftShards(*(tuple(_with_features(path, folder) for path in paths) for paths in usable))
     missing = [shard for side in data for shard in side if not shard.features.exists()]
     show_progress("slots", pooled(SlotWorker, config, missing, "write_slots", config.resources), len(missing))
     return data
@@ -222,6 +234,8 @@ def _with_features(answers_path: Path, folder: Path) -> FeatureShard:
 def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Name of the Ray Train run, by which Ray continues it: a hash of everything that the result depends on."""
     shape: tuple[object, ...] = config.block_size, config.num_layers, config.target_layer_ids, config.start
+    shape += (find_draft(config.start).revision,) if config.start not in ("target", "random") else ()
+    shape += (mask_token_id(config),) if config.kind == "dflash" else ()
     shape += (config.markov_rank,) if config.markov_rank else ()
     shape += (config.selector_rank, config.selector_top_k) if config.selector_rank else ()
     shape += ("edges",) if config.only_edges else ()
@@ -291,7 +305,8 @@ def trained_draft(config: TrainDraftConfig, state: State, written: AnswerShards)
         return edge_draft
     draft = fresh_draft(config)
     draft.load_state_dict(state["draft"])
-    use_vocabulary(config, draft, (answer for shard in written.train for answer in read_answers(shard.path)))
+    trained_on = (answer for shard in written.train for answer in read_answers(shard.path) if answer.has_anchor)
+    use_vocabulary(config, draft, trained_on)
     return draft
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.cost import read_price
 from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, read_answers, write_answers
+from blockpilot.draft_training.features import FeatureSource, TargetFeatures, feature_source, write_features
 from blockpilot.drafts.dflash_checkpoint import save_draft, write_vocabulary
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.drafts.families import load_any_draft
@@ -35,6 +36,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "eagle3": load_any_draft,
     "sweep/part.parquet": read_file,
     "price.json": lambda path: read_price(str(path)),
+    "features.safetensors": feature_source,
     "answers.parquet": lambda path: (answer_source(path), read_answers(path)),
     "prompts.jsonl": lambda path: load_prompts(str(path)),
     "learned": LearnedFrom.read,
@@ -55,6 +57,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
     write_rows(root / "sweep" / "part.parquet", synthetic_rows(8, 0), metadata())
     (root / "price.json").write_text(price(pair=tiny_pair.id).to_json())
     write_answers(root / "answers.parquet", [Answer("set", [1, 2, 3], 1, 0.0, 0)] * 5, AnswerSource("t", "r"))
+    features = TargetFeatures(torch.zeros(4, 2).bfloat16(), torch.zeros(4, 2).bfloat16())
+    write_features(root / "features.safetensors", features, FeatureSource("r", (1, 3)))
     lines = [json.dumps({"prompt": f"question {i}", "set": "s"}) for i in range(20)]
     (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     LearnedFrom(frozenset({"a", "b"}), {0.0: {2: 1.5}}).write(root / "learned")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.storage import file_names, first_line, remove_unfinished, without_secrets, write_text
+from blockpilot.storage import file_names, first_line, join, remove_unfinished, without_secrets, write_text
 
 
 def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -22,6 +22,18 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".config.json.123.tmp").write_text("half")
     remove_unfinished(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "train" / "a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("place", "joined"),
+    [
+        ("s3://bucket/sweep?region=eu-1&scheme=http", "s3://bucket/sweep/rows/a.parquet?region=eu-1&scheme=http"),
+        ("s3://bucket/sweep/", "s3://bucket/sweep/rows/a.parquet"),
+        ("why?/sweep", "why?/sweep/rows/a.parquet"),
+    ],
+)
+def test_a_uri_keeps_its_options_at_the_end(place: str, joined: str) -> None:
+    assert join(join(place, "rows"), "a.parquet") == joined
 
 
 def test_a_relative_place_is_below_the_present_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,11 @@ class Answer(NamedTuple):
     temperature: float
     seed: int
 
+    @property
+    def has_anchor(self) -> bool:
+        """True for an answer that a draft can train on: it has a token after its first one."""
+        return len(self.tokens) > self.num_prompt_tokens + 1
+
 
 def generate_answers(
     pair: Pair,

@@ -189,7 +189,8 @@ def weights_of(slots: DraftedSlots, block_size: int, weighting: Weighting) -> Te
 class EdgeFit(TrainingFit):
     """Training of edges on slots; a step takes as many slots as `batch_size` documents of `num_anchors` blocks have.
 
-    `loss` is an EdgeLoss, or a distributed wrapper of one. Batches depend only on (seed, step, rank).
+    `loss` is an EdgeLoss, or a distributed wrapper of one. Batches depend only on (seed, step, rank). With few slots
+    they are smaller, so that every worker has one.
     """
 
     _inner: EdgeLoss
@@ -208,9 +209,12 @@ class EdgeFit(TrainingFit):
         super().__init__(loss, settings, seed, rank, world_size)
         self.block_size, self._slots = block_size, slots
         assert isinstance(self._inner, EdgeLoss)
-        self._batch = min(settings.batch_size * settings.num_anchors * (block_size - 1), len(slots.labels))
+        most = len(slots.labels) // world_size
+        if not most:
+            raise ValueError(f"{world_size} workers: there are only {len(slots.labels)} drafted positions")
+        self._batch = min(settings.batch_size * settings.num_anchors * (block_size - 1), most)
         self._weights = weights_of(slots, block_size, settings.weighting)
-        self._begin(self._inner, max(1, len(slots.labels) // (self._batch * world_size)))
+        self._begin(self._inner, len(slots.labels) // (self._batch * world_size))
 
     def steps(self) -> Iterator[LossSums]:
         while self.step < self.num_steps:

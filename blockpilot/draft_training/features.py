@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from blockpilot.device import Device, sent
 from blockpilot.draft_training.answers import Answer, read_answers
 from blockpilot.models.target import Target
-from blockpilot.storage import whole
+from blockpilot.storage import first_line, whole
 
 
 class FeatureShard(NamedTuple):
@@ -86,16 +86,22 @@ def write_features(path: Path, features: TargetFeatures, source: FeatureSource) 
 
 def feature_source(path: Path) -> FeatureSource:
     """Source in the header of a file of features; raises ValueError if there is none."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    if "source" not in metadata:
-        raise ValueError(f"{path}: does not say which target and layers its features came from")
-    revision, layer_ids = json.loads(metadata["source"])
-    return FeatureSource(revision, tuple(layer_ids))
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        revision, layer_ids = json.loads(metadata["source"])
+        return FeatureSource(revision, tuple(layer_ids))
+    except KeyError:
+        raise ValueError(f"{path}: does not say which target and layers its features came from") from None
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: not the features of a shard ({first_line(error)})") from None
 
 
 class Corpus(ABC):
-    """Training documents, with answers in memory and features read or computed on demand."""
+    """Training documents, with answers in memory and features read or computed on demand.
+
+    Answers without an anchor are left out: a batch of such answers would have nothing to score.
+    """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.answers = list(answers)
@@ -128,8 +134,11 @@ class StoredCorpus(Corpus):
             shard_answers = read_answers(shard.answers)
             ends = list(accumulate((len(answer.tokens) for answer in shard_answers), initial=0))
             file = _open_features(shard.features, ends[-1])
-            self._locations += [(file, start) for start in ends[:-1]]
-            answers += shard_answers
+            usable = [
+                (answer, start) for answer, start in zip(shard_answers, ends, strict=False) if answer.has_anchor
+            ]
+            self._locations += [(file, start) for _, start in usable]
+            answers += [answer for answer, _ in usable]
         super().__init__(answers)
 
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
@@ -147,7 +156,7 @@ class StreamedCorpus(Corpus):
     """Documents whose features are computed on demand, and stay on the target's device."""
 
     def __init__(self, answers: Sequence[Answer], target: Target) -> None:
-        super().__init__(answers)
+        super().__init__([answer for answer in answers if answer.has_anchor])
         self._target = target
 
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:

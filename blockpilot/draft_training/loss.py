@@ -154,7 +154,7 @@ class BlockLoss(DraftLoss):
         sums = LossSums(
             weighted.detach(), weights.sum(), correct.sum(dim=(0, 1)).double(), inside.sum(dim=(0, 1)).double()
         )
-        return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
+        return Scores(weighted / weights.sum().clamp_min(1e-9), sums, correct.cumprod(dim=-1).sum(dim=-1))
 
     def slot_scores(
         self,

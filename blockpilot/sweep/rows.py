@@ -93,10 +93,20 @@ class Reject(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Rows and rejects of prompts, both in the order of the prompts."""
+    """Rows and rejects of prompts; the rows are in the order of the prompts."""
 
     rows: list[SweepRow]
     rejects: list[Reject]
+
+    def checked(self, metadata: "Metadata") -> "Outcome":
+        """The outcome with each row that cannot be written, such as one that is not finite, as a reject."""
+        rows, rejects = list[SweepRow](), list(self.rejects)
+        for row in self.rows:
+            if problem := next(_problems(row, metadata), None):
+                rejects.append(Reject(row.prompt_id, row.prompt_set, row.prompt, problem))
+            else:
+                rows.append(row)
+        return Outcome(rows, rejects)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ A default is written once, here or in the Config of the job; the command line is
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockpilot.pairs.checkpoints import known_revision
 from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from blockpilot.pairs.loading import Pair
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
+
+
+def _local(path: Path) -> Path:
+    """The path. Raises ValueError for a URI, of which Path would make a local folder."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):  # Path has removed the second slash
+        raise ValueError(f"{path}: must be a local path; only sweeps, and prices of steps, may be URIs")
+    return path
+
+
+LocalPath = Annotated[Path, AfterValidator(_local)]
 DEFAULT_PAIR = "smollm2-135m"
 ConfigT = TypeVar("ConfigT", bound="Config")
 

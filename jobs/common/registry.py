@@ -224,16 +224,28 @@ class Registry:
     # --- policies ---
 
     def register_policy(
-        self, directory: str | Path, *, target: str, run_id: str, tags: Mapping[str, object]
+        self,
+        directory: str | Path,
+        *,
+        target: str,
+        run_id: str,
+        tags: Mapping[str, object],
+        files: Sequence[str] | None = None,
     ) -> Version:
-        """Register the files of `save_policy` as the next version of the target's model."""
+        """Register a policy's directory, or only those of its `files` that exist, as the next version of the
+        target's model.
+        """
         from mlflow.exceptions import MlflowException
 
         name, client = model_name(target), self._client
         text_tags = {key: str(value) for key, value in tags.items()}
         experiment = client.get_run(run_id).info.experiment_id
         model = client.create_logged_model(experiment, name="policy", source_run_id=run_id, model_type="safetensors")
-        client.log_model_artifacts(model.model_id, str(directory))
+        if files is None:
+            client.log_model_artifacts(model.model_id, str(directory))
+        for path in (Path(directory) / name for name in files or ()):
+            if path.exists():
+                client.log_model_artifact(model.model_id, str(path))
         client.finalize_logged_model(model.model_id, "READY")
         try:
             client.create_registered_model(name, tags={"target": target})
@@ -270,8 +282,14 @@ class Registry:
             self._client.set_model_version_tag(version.name, str(version.number), key, str(value))
 
     def log_held_out(self, version: Version, figures: HeldOut) -> None:
-        """Tag a version with its held-out results, which jobs/promote.py reads."""
-        self.tag_version(version, {f"heldout.{name}": value for name, value in asdict(figures).items()})
+        """Tag a version with its held-out results, which jobs/promote.py reads.
+
+        The number of prompts is 0 until all tags are written: a killed evaluation leaves results that do not count.
+        """
+        tags = {f"heldout.{name}": value for name, value in asdict(figures).items()}
+        num_prompts = {"heldout.num_prompts": tags.pop("heldout.num_prompts")}
+        for part in ({"heldout.num_prompts": 0.0}, tags, num_prompts):
+            self.tag_version(version, part)
 
     def set_champion(self, version: Version) -> None:
         """Point `@champion` at the version."""

@@ -18,7 +18,7 @@ from blockpilot.storage import is_file, join
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
 from blockpilot.types import MAX_BLOCK_SIZE, PairId
-from jobs.common.config import Config, PairConfig, Place
+from jobs.common.config import Config, LocalPath, PairConfig, Place
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
 
@@ -110,7 +110,7 @@ class EvaluateConfig(Config):
     concurrent request, at least 16."""
     repeats: int = Field(default=1, ge=1)
     """Number of times that everything is measured."""
-    output: Path = Path("runs/evaluate")
+    output: LocalPath = Path("runs/evaluate")
     """Output directory; must be absolute in a submitted job."""
     accelerator_type: str | None = None
     """GPU type to run on; by default any GPU, or the CPU if there is none."""

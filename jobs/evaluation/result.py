@@ -2,9 +2,10 @@
 
 import json
 import math
+import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from blockpilot.evaluation.statistics import (
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.pairs.table import NO_DRAFT
 from blockpilot.storage import write_bytes, write_text
+from jobs.common.build import git_commit, versions
 from jobs.common.registry import CHAMPION, UNTRAINED, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import Setting
 from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, STATIC, TREE_PREFIX, EvaluateConfig, Plan, method_name
@@ -63,7 +65,8 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
         | {"pair": setting.pair._asdict(), "price": json.loads(setting.price.to_json())}
         | {"rivals": {name: pair._asdict() for name, pair in setting.rivals.items()}}
         | {"shown_held_out": shown},
-        "versions": {name: package_version(name) for name in ("torch", "transformers")},
+        "versions": versions(),
+        "git_commit": git_commit(),
         "policy_version": plan.version._asdict() if plan.version else None,
         "best_fixed": {"block_size": best, "chosen_on": chosen_on},
         "best_static": {"methods": static.methods, "over": {m: plain(ratio) for m, ratio in over_static.items()}},
@@ -79,8 +82,12 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     write_text(config.output / RUNS_FILE, json.dumps(measured, indent=1) + "\n")
     write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
     write_text(config.output / TABLE_FILE, table + "\n")
-    for name, picture in _pictures(config, setting, figures, by_set).items():
-        write_bytes(config.output / name, picture)
+    pictures = _pictures(config, setting, figures, by_set)
+    for name in PICTURES:
+        if name in pictures:
+            write_bytes(config.output / name, pictures[name])
+        else:  # of an earlier evaluation
+            (config.output / name).unlink(missing_ok=True)
 
 
 def _pictures(
@@ -216,6 +223,7 @@ def _by_set(plan: Plan, runs: Sequence[MethodRun], setting: Setting, best: int) 
     names = list(dict.fromkeys(prompt.set for prompt in plan.prompts))
     runs_by_set = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
     if len(names) > 1:
+        runs_by_set.pop("all", None)  # a set of this name; the row of all prompts must be the last
         runs_by_set["all"] = list(runs)
     return {
         name: {method: comparison.ratio("tokens_per_s", method, baseline) for method, baseline in baselines.items()}
@@ -323,8 +331,10 @@ def _metrics(figures: Sequence[Figures]) -> dict[str, float]:
     """Metrics by names that MLflow allows: 'B=4' -> 'B4.tau', 'B4.tau_low', ..."""
     metrics: dict[str, float] = {}
     for row in figures:
+        method = re.sub(r"[^\w .:/-]", "_", row.method.translate(_NOT_IN_A_NAME))
+        method = posixpath.normpath(method).lstrip("./")  # the method of a rival may be its path
         for name, value in asdict(row).items():
-            key = f"{row.method.translate(_NOT_IN_A_NAME)}.{name}"
+            key = f"{method}.{name}"
             if isinstance(value, Interval):
                 metrics |= {key: value.value, f"{key}_low": value.low, f"{key}_high": value.high}
             elif not isinstance(value, str):

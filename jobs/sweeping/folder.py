@@ -11,9 +11,7 @@ The name of a part contains a hash of its prompts, so the same command reuses it
 
 import hashlib
 import json
-import platform
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,10 +48,9 @@ def digest(ids: Iterable[str]) -> str:
 
 
 def made_by(
-    pair: Any, dtype: str, candidates: Sequence[int], identity: dict[str, Any], git_commit: str, **versions: str
+    pair: Any, dtype: str, candidates: Sequence[int], identity: dict[str, Any], git_commit: str, **packages: str
 ) -> Metadata:
-    """Provenance of rows that a worker makes with a pair, its own or vLLM's; versions: of other packages it uses."""
-    packages = {name: version(name) for name in ("torch", "transformers")}
+    """Provenance of rows that a worker makes with a pair, its own or vLLM's; packages: versions of others it uses."""
     return Metadata(
         config=identity,
         pair=pair.id,
@@ -61,7 +58,7 @@ def made_by(
         vocab_size=pair.vocab_size,
         block_size=pair.block_size,
         candidates=list(candidates),
-        versions={"python": platform.python_version()} | packages | versions,
+        versions=versions() | packages,
         git_commit=git_commit,
     )
 

@@ -8,7 +8,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from blockpilot.sweep.rows import Metadata, Outcome, Reject, mismatch
-from jobs.common.cluster import cause_of
 from jobs.sweeping.folder import SweepFolder, SweepShard
 
 PATIENCE_S = 30  # without a loaded pair, before a message about waiting
@@ -22,7 +21,8 @@ class SweepTask(NamedTuple):
 
 
 class Scheduler:
-    """Ray actors that run one task at a time. A worker that dies is replaced, and its task is tried again.
+    """Ray actors that run one task at a time. A worker that dies, or fails by another error than a ValueError, is
+    replaced, and its task is tried again.
 
     All actors are requested together. Those that the cluster cannot place yet stay pending, which triggers its
     autoscaler. An actor without a task ends.
@@ -43,7 +43,11 @@ class Scheduler:
         """The worker of the last task, with its pair loaded; the caller of `work` must end it."""
 
     def work(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Outcome]]:
-        """Yield every finished task with its outcome. Raises the error of a worker that cannot load the pair."""
+        """Yield every finished task with its outcome.
+
+        Raises the ValueError of a worker that cannot load the pair, and RuntimeError after `max_attempts` other
+        failures to load it in a row.
+        """
         self._waiting.extend(tasks)
         try:
             for _ in range(min(self._num_actors, len(tasks))):
@@ -67,14 +71,16 @@ class Scheduler:
         worker, task = self._running.pop(reference)
         try:
             result = ray.get(reference)
-        except RayTaskError as error:
-            if task is None:
-                raise cause_of(error) from None
-            yield from self._failed(task, f"{type(error.cause).__name__}: {error.cause}")
         except RayError as error:
-            ray.kill(worker)
-            yield from self._lost(task, f"its worker died ({type(error).__name__})")
-            return
+            cause = error.cause if isinstance(error, RayTaskError) else None
+            reason = f"{type(cause).__name__}: {cause}" if cause else f"its worker died ({type(error).__name__})"
+            if not isinstance(cause, ValueError):  # after an error of CUDA every later task of the process fails
+                ray.kill(worker)
+                yield from self._lost(task, reason)
+                return
+            if task is None:
+                raise cause from None
+            yield from self._failed(task, reason)
         else:
             if task is not None:
                 yield task, result
@@ -103,7 +109,8 @@ class Scheduler:
         else:
             self._num_failed_loads += 1
             if self._num_failed_loads >= self._max_attempts:
-                raise RuntimeError(f"{self._num_failed_loads} workers in a row died while loading the pair")
+                num = self._num_failed_loads
+                raise RuntimeError(f"{num} workers in a row could not load the pair; the last: {reason}")
         if self._waiting:
             self._start()
 

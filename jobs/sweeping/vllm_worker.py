@@ -76,8 +76,9 @@ class VllmSweepWorker:
         """Rows and rejects of these prompts."""
         from blockpilot.sweep.sweep import turn_by_turn
 
+        assert self._metadata is not None
         sampling = Sampling(self._settings["temperature"], self._settings["top_p"], seed=self._settings["seed"])
-        return turn_by_turn(self._pair.tokenizer, prompts, sampling, self._decode)
+        return turn_by_turn(self._pair.tokenizer, prompts, sampling, self._decode).checked(self._metadata)
 
     def measure_price(self, rows: int, context: int) -> StepPrice:
         """Step cost of vLLM, fitted to batches of 1, 2, 4 ... `rows` rows with each candidate."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from blockpilot.policy.learned import Objective
 from blockpilot.policy.training import FitSettings
-from jobs.common.config import Config, Place
+from jobs.common.config import Config, LocalPath, Place
 
 
 def shown(settings: type[Any], *names: str) -> type[Any]:
@@ -35,7 +35,7 @@ class TrainConfig(Config):
     sweep: tuple[Place, ...] = Field(default=("runs/sweep",), min_length=1)
     """Directories (or files) of sweeps, all of one pair, dtype and candidate set; prompts and temperatures may
     differ."""
-    output: Path = Path("runs/policy")
+    output: LocalPath = Path("runs/policy")
     """Output directory of the policy, and of checkpoints during training; must be visible to every node."""
     objective: Objective = "throughput"
     """Objective of kind `prompt`. tau: tokens per step. throughput: tokens per second by the sweep's step cost, with

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 import torch
 from pydantic import Field, field_validator
@@ -25,6 +25,7 @@ from blockpilot.models.target import embedding_table
 from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
 from jobs.answers import AnswersConfig
+from jobs.common.config import LocalPath
 
 EAGLE3_VOCABULARY = 16384  # tokens
 
@@ -82,8 +83,16 @@ class TrainDraftConfig(AnswersConfig):
 
     num_workers: int = Field(default=1, ge=1)
     """Number of data-parallel Ray Train workers."""
-    output: Path = Path("runs/draft")
+    output: LocalPath = Path("runs/draft")
     """Output directory of checkpoints and of the exported draft (`draft/`)."""
+
+    def for_training(self) -> Self:
+        """The configuration with an absolute target: Ray Train changes the working directory of its workers.
+
+        `target` itself stays as it is given, since answers are named by it.
+        """
+        path = Path(self.target)
+        return self.model_copy(update={"target": str(path.absolute())}) if path.is_dir() else self
 
 
 def check_draft(config: TrainDraftConfig) -> None:

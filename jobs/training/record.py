@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockpilot.control.acceptance import Prior
+from blockpilot.control.cost import PRICE_FILE
 from blockpilot.policy.dataset import split_examples, split_steps
 from blockpilot.policy.learned import LearnedPolicy, PromptInfo, PromptPolicy, Scalar, StepInfo, StepPolicy
 from blockpilot.policy.offline import LookupReport, lookup_report
 from blockpilot.policy.outcomes import Losses, Proposed, losses, outcomes_of
 from blockpilot.policy.reliability import Bin, mean_error, reliability
-from blockpilot.policy.store import FORMAT, INFO_FILE, load_policy, remove_policy, save_policy
+from blockpilot.policy.store import FORMAT, INFO_FILE, WEIGHTS_FILE, load_policy, remove_policy, save_policy
 from blockpilot.policy.training import FitTask, new_network
 from blockpilot.storage import remove_folder, write_bytes, write_text
 from blockpilot.sweep.rows import MIN_PROB
 from blockpilot.types import CandidateSet
-from jobs.common.learned_from import LearnedFrom
+from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.common.ray_train import State
 from jobs.common.registry import Registry, RunRecord, Version, kept_for_later, model_name
 from jobs.training.config import TrainConfig
@@ -31,6 +32,7 @@ from jobs.training.dataset import Dataset
 
 TRAINING_FILE, RELIABILITY_PICTURE = "training.json", "reliability.png"
 NUM_RELIABILITY_STEPS = 2000
+REGISTERED_FILES = INFO_FILE, WEIGHTS_FILE, PRICE_FILE, LEARNED_FROM_FILE, TRAINING_FILE
 TRAINED, DRAFT = "trained", "draft"  # sources of the acceptance probabilities
 TRAINING_TAG = "training"  # tag of a version: the id of its training
 Content = dict[str, Any]
@@ -184,7 +186,9 @@ def _log_run(
         record.log_artifact(output / TRAINING_FILE)
         if params["register_version"]:
             target, tags = load_policy(output).info.pair.target, content["tags"] | {TRAINING_TAG: content["id"]}
-            version = registry.register_policy(output, target=target, run_id=record.id, tags=tags)
+            # The directory also holds the driver's lease, and may hold pictures of an earlier training.
+            options: dict[str, Any] = {"target": target, "run_id": record.id, "tags": tags, "files": REGISTERED_FILES}
+            version = registry.register_policy(output, **options)
     return record.id, version
 
 

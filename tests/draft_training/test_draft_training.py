@@ -157,6 +157,14 @@ def test_the_loss_equals_a_slow_loop(
     assert scores.loss.item() == pytest.approx(total / weight, rel=1e-4)
 
 
+def test_a_batch_without_a_token_of_the_drafts_vocabulary_has_no_loss(tiny_pair: Pair) -> None:
+    shard = documents(2)
+    batch, draft = batch_of(shard, 4), tiny_draft(tiny_pair.target, BLOCK)
+    used = {token for document in shard for token in document.tokens.tolist()}
+    draft.vocabulary = torch.tensor([token for token in range(draft.config.vocab_size) if token not in used])
+    assert loss_of(tiny_pair, draft)(batch).loss.item() == 0
+
+
 def test_anchors_are_distinct_and_inside_the_answer() -> None:
     [document] = documents(1)
     for seed in range(20):
@@ -381,6 +389,20 @@ def test_a_corpus_reads_what_was_written(tmp_path: Path) -> None:
     assert corpus.sample(99) == list(range(6))
     assert answer_source(shards[0].answers) == SOURCE
     assert [a.num_prompt_tokens for a in read_answers(shards[0].answers)] == [5] * 3
+
+
+def test_answers_of_one_token_are_no_documents(tiny_pair: Pair, tmp_path: Path) -> None:
+    """With them, a batch of such answers would end every attempt at a training."""
+    mixed = random_documents([(18, 5), (6, 5), (12, 5), (6, 5), (5, 5), (6, 5)], num_layers=2)
+    shard = write_shard(tmp_path / "0.parquet", mixed)
+    corpus = StoredCorpus([shard])
+    for document, expected in zip(corpus.read(range(2)), (mixed[0], mixed[2]), strict=True):
+        assert document.tokens.equal(expected.tokens)
+        assert document.features.equal(expected.features)
+    streamed = StreamedCorpus(read_answers(shard.answers), Target(tiny_pair.target, tiny_pair.layer_ids))
+    assert [len(answer.tokens) for answer in streamed.answers] == [18, 12]
+    fit = fit_on(tiny_pair, [shard], settings(epochs=2, batch_size=1))
+    assert all(math.isfinite(sums.loss) for sums in fit.steps())
 
 
 def test_a_streamed_corpus_equals_the_stored_one(

@@ -1,6 +1,7 @@
 """Training of edges on slots computed once: against slow loops, resumed fits, learning."""
 
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,18 @@ def test_two_workers_share_the_slots() -> None:
         counts.append([float(sums.count.sum()) for sums in fit.steps()])
     assert len(counts[0]) == len(counts[1]) > 1
     assert sum(map(sum, counts)) > 0.7 * len(slots.labels)
+
+
+def test_every_worker_has_slots() -> None:
+    """Fewer slots than two workers' batches: smaller batches; fewer than workers: an error."""
+    slots, settings = random_slots(3), DraftFitSettings(epochs=2, batch_size=4, num_anchors=8)
+    loss = EdgeLoss(edges_of("selector"), EMBEDDING)
+    for rank in (0, 1):
+        fit = EdgeFit(loss, slots, BLOCK, settings, rank=rank, world_size=2)
+        steps = islice(fit.steps(), 3)
+        assert [float(sums.count.sum()) for sums in steps] == [len(slots.labels) / 2] * 2
+    with pytest.raises(ValueError, match="9 workers: there are only 8 drafted positions"):
+        EdgeFit(loss, slots, BLOCK, settings, world_size=9)
 
 
 def test_slots_come_back_from_their_files(tmp_path: Path) -> None:

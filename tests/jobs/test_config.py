@@ -10,8 +10,9 @@ import torch
 from blockpilot.native import library
 from jobs import answers, evaluate, sweep, train, train_draft
 from jobs.answers import AnswersConfig
-from jobs.common.config import Config, pick_dtype
+from jobs.common.config import Config, ConfigError, pick_dtype
 from jobs.evaluation.inputs import EvaluateConfig
+from jobs.export import ExportConfig
 from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
 from jobs.training.draft import TrainDraftConfig
@@ -58,3 +59,23 @@ def test_a_submitted_job_needs_an_absolute_output(
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(ValueError, match="runs/x: must be absolute in a submitted job"):
         run(config)
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/x", Path("s3://bucket/x"), "file:///tmp/x"])
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        (TrainConfig, {}),
+        (EvaluateConfig, {"prompts": ("demo",)}),
+        (ExportConfig, {}),
+        (TrainDraftConfig, {}),
+    ],
+)
+def test_outputs_that_must_be_local_are_no_uris(
+    config: type[Config], values: dict[str, object], uri: str | Path
+) -> None:
+    """The command line gives a Path, which has one slash fewer."""
+    with pytest.raises(ConfigError, match=r"output: (s3:/|file:/).* must be a local path; only sweeps"):
+        config(**values, output=uri)
+    with pytest.raises(ConfigError, match="answers: s3:/bucket: must be a local path"):
+        AnswersConfig(answers=Path("s3://bucket"))

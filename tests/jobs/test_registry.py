@@ -215,6 +215,43 @@ def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
         assert registry.version(MODEL, 1).held_out == figures
 
 
+def test_a_killed_evaluation_mixes_no_figures(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill after each of the tags: results of two evaluations together never count."""
+    old, new = (dataclasses.replace(GOOD, policy_speed=speed, num_prompts=num) for speed, num in ((30, 20), (40, 30)))
+    version = register(registry)
+    write, num_left = registry._client.set_model_version_tag, 0
+
+    def write_or_die(*arguments: str) -> None:
+        nonlocal num_left
+        if not num_left:
+            raise KeyboardInterrupt
+        num_left -= 1
+        write(*arguments)
+
+    for num_tags in range(1, len(dataclasses.fields(HeldOut)) + 1):
+        registry.log_held_out(version, old)
+        num_left = num_tags
+        with monkeypatch.context() as patch:
+            patch.setattr(registry._client, "set_model_version_tag", write_or_die)
+            with pytest.raises(KeyboardInterrupt):
+                registry.log_held_out(version, new)
+        figures = registry.version(MODEL, 1).held_out
+        assert figures is not None
+        assert figures.num_prompts == 0
+    assert promote(PromoteConfig(model=MODEL)).reason.startswith("measured on 0 held-out prompts")
+
+
+def test_a_promotion_without_evidence_is_recorded_first(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: str) -> None:
+        raise KeyboardInterrupt
+
+    register(registry)
+    monkeypatch.setattr("mlflow.MlflowClient.set_registered_model_alias", die)
+    with pytest.raises(KeyboardInterrupt):
+        promote(PromoteConfig(model=MODEL, force=True))
+    assert registry.version(MODEL, 1).tags["promoted.forced"].startswith("no held-out figures")
+
+
 def test_missing_names_are_named(registry: Registry) -> None:
     def missing(pattern: str, look_up: Callable[[], object]) -> None:
         with pytest.raises(ValueError, match=pattern):

@@ -144,7 +144,7 @@ def test_a_sweep_needs_a_candidate() -> None:
 
 def test_the_output_may_be_a_uri(config: SweepConfig, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(monkeypatch) as bucket:
-        config = config.model_copy(update={"output": f"{bucket}/by-uri", "prompts_per_shard": 8})
+        config = config.model_copy(update={"output": f"{bucket}/by-uri?region=us-east-1", "prompts_per_shard": 8})
         with Lease(config.output) as output_lease:
             shards, folder = open_sweep(config)
             expected = replayed(tiny_pair, shards, folder)

@@ -178,6 +178,7 @@ def test_more_prompt_sets_leave_the_shards_of_the_present_ones(
     [
         ([1, 2, 3, 4], ("a", "b"), "answers of several targets, revisions a, b"),
         ([1, 2, 3], ("a", "a"), "no answer of 2 tokens or more"),
+        ([1, 2, 3, 4], ("a", "a"), "answers of revision a, the target is .* now"),
         ([1, 2, 3, 512], ("a", "a"), "mask_token '<mask>': in use in .*parquet"),
     ],
 )
@@ -233,7 +234,10 @@ def small_training(shared: Path, output: Path, **changes: object) -> TrainDraftC
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing(shared: Path, registry: Registry, tmp_path: Path) -> None:
     """Draft of the command with a killed training worker, equal to that of plain `DraftFit` on the same answers."""
-    training = small_training(shared, tmp_path / "draft", **SMALL)
+    # Ray Train's workers have another working directory than the driver.
+    target = os.path.relpath(shared / "target", tmp_path)
+    training = small_training(shared, tmp_path / "draft", answers=tmp_path / "answers", **SMALL)
+    training = training.model_copy(update={"target": target})
     command: list[object] = [ROOT / "jobs" / "train_draft.py"]
     command += ["--epochs", "10", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
     for name in training.model_fields_set - {"fit"}:

@@ -223,6 +223,9 @@ def test_a_step_policy_is_fitted_once_reported_and_registered(
     assert isinstance(registered, StepPolicy)
     assert np.array_equal(registered.weights, policy.weights)
     assert LearnedFrom.read(tmp_path / "downloaded").prompts == {prompt_key(row.prompt) for row in rows}
+    assert sorted(file.name for file in (tmp_path / "downloaded").iterdir()) == [  # no lease, no picture
+        *("learned_from.json", "policy.json", "price.json", "training.json")
+    ]
 
 
 def check_what_is_kept(

@@ -103,9 +103,14 @@ def test_a_driver_that_lost_its_lease_keeps_no_group(start: Callable[..., Watche
 
 
 def test_other_settings_prompts_policies_or_weights_start_anew(
-    config: EvaluateConfig, questions: list[Prompt], policy_dir: Path, tiny_pair: Pair, tmp_path: Path
+    config: EvaluateConfig,
+    questions: list[Prompt],
+    policy_dir: Path,
+    tiny_pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Separate file of finished groups for each combination of settings, prompts, policies and weights."""
+    """Separate file of finished groups for each combination of settings, prompts, policies, weights and code."""
     base_setting = Setting(tiny_pair.id, "float32", "cpu", {}, price_here(tiny_pair.id), 30, {}, {}, {})
 
     def file(
@@ -139,6 +144,11 @@ def test_other_settings_prompts_policies_or_weights_start_anew(
         save_policy(step_policy(tiny_pair.id, tiny_pair.vocab_size, seed=seed), policy_dir)
         names.add(file())
     assert len(names) == 17
+    monkeypatch.setattr("jobs.evaluate.git_commit", lambda: "another commit")
+    names.add(file())
+    monkeypatch.setattr("jobs.evaluate.versions", lambda: {"torch": "1.0"})
+    names.add(file())
+    assert len(names) == 19
 
 
 # The job as a user runs it

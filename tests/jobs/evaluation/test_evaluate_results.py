@@ -79,9 +79,13 @@ class Saved(NamedTuple):
 
 
 def saved(
-    config: EvaluateConfig, pair: Pair, speeds: Mapping[str, Sequence[float]], sets: str, champion: int | None = None
+    config: EvaluateConfig,
+    pair: Pair,
+    speeds: Mapping[str, Sequence[float]],
+    sets: Sequence[str],
+    champion: int | None = None,
 ) -> Saved:
-    """Saved result of methods with these speeds by prompt; each letter of `sets` is a prompt's set."""
+    """Saved result of methods with these speeds by prompt; each entry of `sets` is a prompt's set."""
     texts = [Prompt(name, (Message("user", f"{name} {i}"),)) for i, name in enumerate(sets)]
     runs = [run_of(method, i, by_prompt[i]) for i in range(len(sets)) for method, by_prompt in speeds.items()]
     save(config, plan_of(config, texts, champion=champion), setting_of(pair.id, *speeds), runs)
@@ -162,6 +166,20 @@ def test_speeds_by_prompt_set(config: EvaluateConfig, tiny_pair: Pair) -> None:
     assert result["by_set"]["a"]["B=2"]["value"] == 1
 
 
+def test_a_set_named_all_is_not_taken_for_the_total(config: EvaluateConfig, tiny_pair: Pair) -> None:
+    speeds = {AR: [10] * 4, "B=2": [20] * 4, CONTROL: [10, 10, 9, 9], POLICY: [22, 22, 20, 20]}
+    by_set = saved(config, tiny_pair, speeds, ["all", "all", "b", "b"]).result["by_set"]
+    assert list(by_set) == ["b", "all"]
+    assert by_set["all"][POLICY]["value"] == pytest.approx((4 / 20) / (2 / 22 + 2 / 20))
+
+
+def test_pictures_of_an_earlier_evaluation_are_removed(config: EvaluateConfig, tiny_pair: Pair) -> None:
+    saved(config, tiny_pair, {AR: [10] * 2, "B=2": [20] * 2, POLICY: [22] * 2}, "aa")
+    assert (config.output / "over_best_fixed.png").exists()
+    saved(config, tiny_pair, {AR: [10] * 2, "B=2": [20] * 2}, "aa")
+    assert sorted(file.name for file in config.output.glob("*.png")) == ["speed_ups.png", "step_cost.png"]
+
+
 def test_the_control_tells_the_timing_noise(config: EvaluateConfig, tiny_pair: Pair) -> None:
     """Control compared with AR, which does the same work; their difference widens the intervals of other methods."""
     speeds = {AR: [10] * 4, "B=2": [20] * 4, CONTROL: [10.2, 10.2, 9.9, 9.9], POLICY: [20] * 4}
@@ -236,6 +254,14 @@ def test_a_version_is_tagged_with_its_speed_beside_the_champion(
     assert figures.champion_ratio == pytest.approx(speeds[POLICY] / speeds[CHAMPION])
     assert figures.champion_ratio_low <= figures.champion_ratio <= figures.champion_ratio_high
     assert figures.untrained_ratio_low < figures.untrained_ratio < figures.untrained_ratio_high
+
+
+def test_rivals_of_any_name_are_logged(config: EvaluateConfig, tiny_pair: Pair, registry: Registry) -> None:
+    names = {"/tmp/new": "tmp/new", "../new": "new", "v2+kl@3,b": "v2_kl_3_b", "a//b": "a/b", "run 1": "run 1"}
+    saved(config, tiny_pair, {AR: [10] * 2, "B=2": [20] * 2} | {name: [15] * 2 for name in names}, "aa")
+    metrics = registry._client.get_run(log(config.output, registry).run_id).data.metrics
+    speeds = {metric.removesuffix(".tokens_per_s") for metric in metrics if metric.endswith(".tokens_per_s")}
+    assert speeds == {"AR", "B2", "best static", *names.values()}
 
 
 def test_neither_a_lost_store_nor_lost_artifacts_cost_a_result(measured: Measured) -> None:

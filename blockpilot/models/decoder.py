@@ -210,6 +210,7 @@ def check_network(config: Any) -> None:
     check_family(config.model_type)
     if config.model_type in HYBRIDS:
         _check_hybrid(config)
+    _check_experts(config)
     if any(kind[:2] == ("sliding_attention", None) for kind in layer_kinds(config)):
         raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
     if (quantized := getattr(config, "quantization_config", None)) is not None:
@@ -228,6 +229,7 @@ def check_network(config: Any) -> None:
     options: list[tuple[str, Any, Sequence[Any]]] = [
         (name, getattr(config, name), allowed) for name, allowed in names
     ]
+    options.append(("is_causal", getattr(config, "is_causal", True), (True,)))
     rope = config.rope_parameters or {}
     for parameters in [rope[kind.name] for kind in layer_kinds(config) if kind.name in rope] or [rope]:
         is_proportional = config.model_type == "gemma4_text" and parameters.get("rope_type") == PROPORTIONAL
@@ -237,6 +239,14 @@ def check_network(config: Any) -> None:
     for name, value, supported in options:
         if value not in supported:
             raise ValueError(f"target option {name} = {value}: supported: {', '.join(map(str, supported))}")
+
+
+def _check_experts(config: Any) -> None:
+    """Raise ValueError if a token is for more experts than there are."""
+    name = "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
+    num_experts = getattr(config, "num_experts", None) if getattr(config, "enable_moe_block", True) else None
+    if num_experts and not 1 <= getattr(config, name) <= num_experts:
+        raise ValueError(f"target option {name} = {getattr(config, name)}: must be 1 to {num_experts}")
 
 
 def _check_hybrid(config: Any) -> None:

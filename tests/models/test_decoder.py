@@ -20,6 +20,7 @@ from blockpilot.models.target import Target
 from helpers.tiny import (
     tiny_gemma,
     tiny_gemma4,
+    tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
@@ -239,6 +240,8 @@ def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key:
 
 # --- unsupported configurations ---
 
+MIXTURES = (tiny_mixture, tiny_gpt_oss, tiny_hybrid_mixture)
+
 
 @pytest.mark.parametrize(
     ("build", "change", "message"),
@@ -253,6 +256,9 @@ def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key:
         (tiny_hybrid, {"linear_num_value_heads": 5}, "5 value heads: must be a multiple of its 2 key heads"),
         (tiny_hybrid, {"hidden_act": "gelu"}, "hidden_act = gelu: supported: silu"),
         (tiny_hybrid, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
+        (tiny_target, {"is_causal": False}, "is_causal = False: supported: True"),
+        *((build, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be 1 to 8") for build in MIXTURES),
+        (tiny_gemma4_of_all_parts, {"top_k_experts": 9}, "top_k_experts = 9: must be 1 to 8"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(build: Build, change: dict[str, Any], message: str) -> None:

@@ -213,6 +213,50 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path, tiny_pair_d
         load_pair(target=tmp_path, dtype="float32")
 
 
+@pytest.mark.parametrize("sign", ["hf_quant_config.json", "compression_config", "weight_scale", "weight_scale_inv"])
+def test_quantised_weights_are_refused_wherever_files_say_so(
+    sign: str, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    """Without a `quantization_config` transformers would cast the stored numbers, and ignore their scales."""
+    shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    name = "model.layers.3.mlp.up_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    scale = tensors[name].abs().max() / 448
+    tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    if sign.startswith("weight"):
+        tensors[name.replace("weight", sign)] = scale
+    elif sign.endswith(".json"):
+        (tmp_path / sign).write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    else:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {sign: {"format": "float-quantized"}}))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"target .*: quantised weights.*{sign}.*: not supported"):
+        load_pair(target=tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_adapter_is_refused_by_name(is_alone: bool, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    """A PEFT adapter's directory may have the model's config.json, too."""
+    if not is_alone:
+        shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ValueError, match=r"target .*: a PEFT adapter: merge it into the model first"):
+        load_pair(target=tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma3_loads_under_both_names_of_its_language_model(prefix: str, tmp_path: Path) -> None:
+    model = tiny_gemma()
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): weight for name, weight in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_pair(target=tmp_path, dtype="float32").target.state_dict()
+    assert all(loaded[name].equal(weight) for name, weight in tensors.items())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

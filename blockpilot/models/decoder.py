@@ -273,8 +273,12 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def context_length(config: Any) -> int:
-    """Maximum tokens of a text; with YaRN the original length times the factor, if that is more."""
+    """Maximum tokens of a text: with "dynamic" scaling the configuration's times the factor; with YaRN the original
+    length times the factor, if that is more.
+    """
     rope, longest = full_rope(config), int(config.max_position_embeddings)
+    if rope.get("rope_type") == "dynamic":
+        return int(longest * rope["factor"])
     if rope.get("rope_type") != "yarn":
         return longest
     return max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))

@@ -207,10 +207,14 @@ def written(kind: str, key: str = "rope_type") -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtype) -> None:
-    """Same rows for texts that fill the cache, longer or shorter than the last one; spare columns change nothing."""
-    config = Qwen3Config(head_dim=16, max_position_embeddings=LONGEST, **written(kind))
+    """Same rows for texts that fill the cache, longer or shorter than the last one; spare columns change nothing.
+
+    The scaling "dynamic" begins beyond the configuration's length.
+    """
+    longest = ORIGINAL if kind == "dynamic" else LONGEST
+    config = Qwen3Config(head_dim=16, max_position_embeddings=longest, **written(kind))
     table = RotaryTable(Qwen3RotaryEmbedding(config))
-    for length in (40, 20, 90, 32):
+    for length in (40, 20, 90, 32, 50):
         hidden, positions = torch.zeros(length, 16, dtype=dtype), torch.arange(length)
         cache = SlotCache(tiny_qwen3(**SHAPE).config, 1, length, torch.float32, torch.device("cpu"), 9)
         rows = table.table(cache, hidden).at(positions)
@@ -227,7 +231,9 @@ def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtyp
 @torch.inference_mode()
 def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key: str) -> None:
     """Texts below the original length and of three times that length, in two chunks."""
-    model = model_of(family, **written(kind, key))
+    model = model_of(
+        family, **written(kind, key), **{"max_position_embeddings": ORIGINAL} if kind == "dynamic" else {}
+    )
     stock, target = copy.deepcopy(model), Target(model, ())
     for length in (ORIGINAL - 2, LONGEST):
         tokens = torch.randint(0, 260, (1, length))

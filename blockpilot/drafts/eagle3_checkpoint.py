@@ -64,6 +64,10 @@ def load_eagle3(directory: Path) -> Eagle3Model:
         model.carry_embeddings(weights[_EMBEDDINGS].float())
     if len(model.d2t) == len(model.t2d):  # whole vocabulary: the checkpoint may omit the maps
         weights = {name: getattr(model, name) for name in ("d2t", "t2d")} | weights
+    d2t = weights.get("d2t")
+    if d2t is not None and d2t.shape == model.d2t.shape and "t2d" not in weights:  # NVIDIA's Model-Optimizer omits it
+        ids = (torch.arange(len(d2t)) + d2t.long()).clamp(0, len(model.t2d) - 1)
+        weights["t2d"] = torch.zeros_like(model.t2d).index_fill_(0, ids, True)
     check_weights(model, weights, directory)
     model.load_state_dict(weights)
     _check_vocabulary(model, directory)
@@ -104,8 +108,13 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     if "draft_vocab_size" not in stored and QWEN3_ARCHITECTURE not in architectures:
         raise ValueError("draft config.json lacks draft_vocab_size")
     neutral = _NEUTRAL | {"target_hidden_size": network.get("hidden_size")}
-    neutral |= {"model_type": "qwen3" if network.get("model_type") == "qwen3" else "llama"}
-    _refuse(stored | network, neutral)
+    family_name = network.get("model_type")
+    # Qwen2's layer is Llama's with biases, which `check_weights` would find.
+    neutral |= {"model_type": family_name if family_name in ("qwen2", "qwen3") else "llama"}
+    options_written = stored | network
+    if options_written.get("use_sliding_window") is False:
+        del neutral["sliding_window"]  # SpecForge's configurations copy the target's
+    _refuse(options_written, neutral)
     _refuse(eagle, _NEUTRAL_EAGLE)
     options = Eagle3Options(
         draft_vocab_size=int(stored.get("draft_vocab_size") or network["vocab_size"]),

@@ -33,7 +33,14 @@ from blockpilot.drafts.none import NoDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
 from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
-from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
+from blockpilot.pairs.table import (
+    NAMED_PAIRS,
+    NO_DRAFT,
+    check_pair_names,
+    no_draft_message,
+    plain_name,
+    split_revision,
+)
 from blockpilot.storage import first_line
 from blockpilot.types import PairId
 
@@ -128,7 +135,7 @@ def load_pair(
     Raises ValueError for unknown names, unreadable models, unsupported families, drafts that do not fit, and an
     unknown dtype or missing device.
     """
-    target, draft = (None if path is None else os.fspath(path) for path in (target, draft))
+    target, draft = (None if path is None else plain_name(os.fspath(path)) for path in (target, draft))
     check_pair_names(name, target, draft)
     target_device = to_device(device)
     weights_dtype = to_dtype(fastest_dtype(target_device).name if dtype == "auto" else dtype)
@@ -144,7 +151,7 @@ def load_pair(
 
 def with_draft(pair: Pair, draft: PathOrName) -> Pair:
     """The pair with another draft and the same target, not loaded again; raises ValueError if it does not fit."""
-    model, name, revision = _load_draft(os.fspath(draft))
+    model, name, revision = _load_draft(plain_name(os.fspath(draft)))
     model.check_fit(pair.target.config)
     pair_id = pair.id._replace(draft=name, draft_revision=revision)
     return _pair(pair_id, pair.target, model, pair.tokenizer, pair.target.device)
@@ -223,7 +230,7 @@ def network_config(directory: Path) -> PretrainedConfig:
     as_written, _ = PretrainedConfig.get_config_dict(directory)
     check_family(as_written.get("model_type"))
     # Older writers describe quantised weights where transformers does not look: it would cast them.
-    is_elsewhere = (directory / "hf_quant_config.json").is_file(), "compression_config" in as_written
+    is_elsewhere = (directory / "hf_quant_config.json").is_file(), as_written.get("compression_config") is not None
     for where, is_there in zip(("hf_quant_config.json", "compression_config"), is_elsewhere, strict=True):
         if is_there:
             raise ValueError(f"target {directory}: quantised weights ({where}): not supported")

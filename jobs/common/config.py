@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockpilot.pairs.checkpoints import known_revision
-from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
+from blockpilot.pairs.table import (
+    NAMED_PAIRS,
+    NO_DRAFT,
+    check_pair_names,
+    no_draft_message,
+    plain_name,
+    split_revision,
+)
 from blockpilot.storage import is_uri, without_secrets
 from blockpilot.types import PairId
 
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from blockpilot.pairs.loading import Pair
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
+ModelName = Annotated[str, AfterValidator(plain_name)]  # a hub id or local directory
 DEFAULT_PAIR = "smollm2-135m"
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -56,9 +64,9 @@ class PairConfig(Config):
 
     name: Annotated[str | None, tyro.conf.arg(name="pair")] = None
     """A named pair (see README); by default the embedded smollm2-135m, unless a target is set."""
-    target: str | None = None
+    target: ModelName | None = None
     """Target by hub id or local directory."""
-    draft: str | None = None
+    draft: ModelName | None = None
     """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one: plain decoding or prompt
     lookup."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

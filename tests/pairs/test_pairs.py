@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -291,6 +292,9 @@ def test_a_revision_is_of_every_byte_that_is_loaded(name: str, tmp_path: Path) -
         file.seek(5 * 2**19)  # neither at the start nor at the end
         file.write(b"x")
     assert directory_revision(tmp_path) != before
+    before = directory_revision(tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"a copy of the weights in Mistral's format")
+    assert directory_revision(tmp_path) == before
 
 
 def test_pickled_weights_are_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
@@ -320,11 +324,16 @@ def test_hub_ids_are_pinned_by_a_revision(
 ) -> None:
     asked = []
 
-    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repository: str, *, revision: str | None, **patterns: list[str]) -> str:
         asked.append((repository, revision))
-        assert not any(Path(name).match(pattern) for pattern in allow_patterns for name in ("x.py", "x.bin", "x.pt"))
+        files = ["config.json", "model-1.safetensors", "mask_embedding.pt", "additional_chat_templates/a.jinja"]
+        others = ["x.py", "x.bin", "x.pt", "original/model-1.safetensors", "metal/model.bin", "original/config.json"]
+        others += ["consolidated.safetensors", "consolidated.safetensors.index.json", "onnx/vocab.txt"]
+        wanted = [*filter_repo_objects([*files, *others], **patterns)]  # as the hub's client does
+        of_draft = len(asked) == 1
+        assert wanted == (files[:3] if of_draft else [*files[:2], files[3]])
         commit = tmp_path / repository.replace("/", "-") / "0123abcd"
-        shutil.copytree(tiny_pair_dirs[len(asked) == 1], commit)
+        shutil.copytree(tiny_pair_dirs[of_draft], commit)
         return str(commit)
 
     monkeypatch.setattr(checkpoints, "snapshot_download", download)
@@ -382,7 +391,8 @@ def test_a_pair_is_loaded_from_paths_in_torchs_dtype(dtype: Any, tiny_pair_dirs:
     pair = load_pair(target=target, draft=draft, dtype=dtype, device=torch.device("cpu"))
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
     assert pair.id.target == str(target)
-    assert with_draft(pair, draft).id == pair.id
+    assert with_draft(pair, draft).id == with_draft(pair, f"{draft}/").id == pair.id
+    assert load_pair(target=f"{target}/./", draft=f"{draft}//", dtype=dtype).id == pair.id
     assert load_pair(target=target, dtype=dtype).target.dtype == torch.bfloat16
 
 

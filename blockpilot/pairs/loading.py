@@ -31,7 +31,7 @@ from blockpilot.drafts.base import Draft, PreparedDraft
 from blockpilot.drafts.families import family, load_any_draft, prepared_draft
 from blockpilot.drafts.none import NoDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
-from blockpilot.native.library import fastest_dtype
+from blockpilot.native.library import pick_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.table import (
     NAMED_PAIRS,
@@ -138,7 +138,7 @@ def load_pair(
     target, draft = (None if path is None else plain_name(os.fspath(path)) for path in (target, draft))
     check_pair_names(name, target, draft)
     target_device = to_device(device)
-    weights_dtype = to_dtype(fastest_dtype(target_device).name if dtype == "auto" else dtype)
+    weights_dtype = to_dtype(pick_dtype(str(dtype), target_device))
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None

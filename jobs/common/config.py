@@ -126,15 +126,6 @@ class PairConfig(Config):
         return load_pair(name, target=target, draft=draft, dtype=self.dtype, device=device)
 
 
-def pick_dtype(dtype: str, device: str) -> str:
-    """Resolve `PairConfig.dtype` to float32 or bfloat16 on this device, for programs that do not accept "auto"."""
-    import torch
-
-    from blockpilot.native.library import fastest_dtype
-
-    return fastest_dtype(torch.device(device)).name if dtype == "auto" else dtype
-
-
 class Placement(Config):
     """Number of Ray actors, and the type of their GPUs."""
 

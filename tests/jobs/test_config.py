@@ -11,7 +11,7 @@ from blockpilot.native import library
 from blockpilot.types import PairId
 from jobs import answers, evaluate, sweep, train, train_draft
 from jobs.answers import AnswersConfig
-from jobs.common.config import Config, PairConfig, pick_dtype
+from jobs.common.config import Config, PairConfig
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
@@ -35,7 +35,7 @@ def test_dtype_is_what_the_device_is_good_at(
     monkeypatch: pytest.MonkeyPatch, wanted: str, device: str, reason: str, dtype: str
 ) -> None:
     monkeypatch.setattr(library, "reason_without", lambda dtype, device: reason)
-    assert pick_dtype(wanted, device) == dtype
+    assert library.pick_dtype(wanted, device) == dtype
 
 
 def test_without_a_compiler_bfloat16_is_not_exact_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

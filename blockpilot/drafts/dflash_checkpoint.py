@@ -185,6 +185,11 @@ def write_vocabulary(directory: Path, ids: Tensor) -> None:
     write_text(directory / VOCABULARY_FILE, json.dumps(ids.tolist()) + "\n")
 
 
+def draft_rope(target_config: Any) -> dict[str, Any]:
+    """Rotary parameters of a new draft: those of the target's full-attention layers, for whole heads."""
+    return {name: value for name, value in full_rope(target_config).items() if name not in _OF_HYBRIDS}
+
+
 def new_draft_config(
     target_config: Any,
     *,
@@ -205,7 +210,7 @@ def new_draft_config(
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": num_layers,
         "head_dim": head_dim(first_layer),
-        "rope_parameters": {k: v for k, v in full_rope(target_config).items() if k not in _OF_HYBRIDS},
+        "rope_parameters": draft_rope(target_config),
         "attention_bias": False,
         "tie_word_embeddings": False,
         "block_size": block_size,

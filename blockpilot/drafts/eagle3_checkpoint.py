@@ -17,6 +17,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from blockpilot.drafts.dflash_checkpoint import (
     check_weights,
+    draft_rope,
     named_errors,
     read_config,
     read_weights,
@@ -24,7 +25,6 @@ from blockpilot.drafts.dflash_checkpoint import (
 )
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.models.cache import head_dim, layer_config, num_kv_heads
-from blockpilot.models.decoder import full_rope
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN3_ARCHITECTURE = "Qwen3Eagle3Model"  # DeepSpec's
@@ -134,9 +134,11 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     draft_options |= {"model_type", "layer_types", "target_layer_ids"}
     family = Qwen3Config if network.get("model_type") == "qwen3" else LlamaConfig  # fills in missing options
     filled = family.from_dict({name: value for name, value in network.items() if name not in draft_options}).to_dict()
-    return LlamaConfig.from_dict(
-        {name: value for name, value in filled.items() if name not in draft_options}
-    ), options
+    config = LlamaConfig.from_dict({name: value for name, value in filled.items() if name not in draft_options})
+    rope = dict(config.rope_parameters or {})
+    if rope.get("rope_type") != "default":  # which ignores it
+        _refuse(rope, {"partial_rotary_factor": 1.0})
+    return config, options
 
 
 def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
@@ -191,7 +193,7 @@ def new_eagle3_config(target_config: Any) -> LlamaConfig:
         "num_hidden_layers": 1,
         "num_key_value_heads": num_kv_heads(first_layer),
         "head_dim": head_dim(first_layer),
-        "rope_parameters": full_rope(target_config),
+        "rope_parameters": draft_rope(target_config),
         "tie_word_embeddings": False,
     }
     return LlamaConfig(**options)

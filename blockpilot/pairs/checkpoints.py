@@ -86,8 +86,8 @@ def _find(what: str, name: str, patterns: Sequence[str]) -> Checkpoint:
         return Checkpoint(path, patterns)
     repository, revision = split_revision(name)
     try:
-        options = {"allow_patterns": list(patterns), "ignore_patterns": list(_NOT_LOADED)}
-        path = Path(snapshot_download(repository, revision=revision, **options))
+        wanted, ignored = list(patterns), list(_NOT_LOADED)
+        path = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=ignored))
     except NOT_FOUND as error:
         raise ValueError(not_found(what, name, error)) from None
     return Checkpoint(path, patterns, path.name)

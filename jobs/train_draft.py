@@ -37,6 +37,7 @@ from blockpilot.draft_training.loss import frequent_tokens
 from blockpilot.draft_training.training import DraftFit, TrainingFit, Validation
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import Eagle3Model
+from blockpilot.models.decoder import soft_cap
 from blockpilot.models.target import Target, embedding_table
 from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.pairs.loading import load_target
@@ -202,7 +203,8 @@ class SlotWorker(FeatureWorker):
             index = range(start, min(start + SLOT_DOCUMENTS, len(answers)))
             documents, temperatures = corpus.read(index), [answers[i].temperature for i in index]
             fit, seed = self._config.fit, self._config.seed + start
-            parts.append(slots_of(self._draft, embedding, head, documents, temperatures, fit.num_anchors, seed))
+            drawn = fit.num_anchors, seed, soft_cap(model.config)
+            parts.append(slots_of(self._draft, embedding, head, documents, temperatures, *drawn))
         slots = joined(parts)
         write_slots(shard.features, slots)
         return len(slots.labels)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from blockpilot.draft_training.batches import DraftBatch
 from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, distilled
 from blockpilot.drafts.eagle3 import Eagle3Model, UnrolledAttention
+from blockpilot.models.decoder import capped
 
 STEP_DECAY = 0.8  # as in the paper's code
 
@@ -23,7 +24,8 @@ STEP_DECAY = 0.8  # as in the paper's code
 class Eagle3Loss(DraftLoss):
     """Loss of the chains that an EAGLE-3 draft unrolls over the answers of a batch.
 
-    `embedding` and `head` are the target's weights [vocab, hidden]; see BlockLoss for `distill` and `overlap`. With
+    `embedding` and `head` are the target's weights [vocab, hidden], `cap` is the soft cap of its logits, not of the
+    draft's, which has its own LM head; see BlockLoss for `distill` and `overlap`. With
     `anchors_only`, only the chains at the batch's anchors are scored, which is less work for the LM head.
     """
 
@@ -43,9 +45,10 @@ class Eagle3Loss(DraftLoss):
         overlap: float = 0.0,
         decay: float = STEP_DECAY,
         anchors_only: bool = False,
+        cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.draft = draft
+        self.draft, self._cap = draft, cap
         self.block_size = draft.options.block_size
         self.distill, self.overlap = distill, overlap
         self.decay, self.anchors_only = decay, anchors_only
@@ -115,7 +118,7 @@ class Eagle3Loss(DraftLoss):
             for k in range(num_steps):  # step k of chain t drafts the token after t + 1 + k
                 needed[:, k + 1 : k + 1 + inside.shape[1]] |= inside[:, :, k]
         hidden = batch.hidden[needed[:, : inside.shape[1]]]
-        logits = functional.linear(hidden, self.draft_head.to(hidden.dtype))
+        logits = capped(functional.linear(hidden, self.draft_head.to(hidden.dtype)), self._cap)
         rows = needed.flatten().cumsum(0).view_as(needed) - 1
         return logits.softmax(-1, torch.float32), rows
 

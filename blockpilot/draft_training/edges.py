@@ -21,6 +21,7 @@ from blockpilot.draft_training.loss import SMALLEST_OVERLAP, LossSums, Weighting
 from blockpilot.draft_training.training import DraftFitSettings, TrainingFit, Validation
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.edges import Edges
+from blockpilot.models.decoder import capped
 from blockpilot.storage import whole
 
 
@@ -50,8 +51,11 @@ def slots_of(
     temperatures: Sequence[float],
     num_anchors: int,
     seed: int,
+    cap: float | None = None,
 ) -> DraftedSlots:
-    """Slots of at most `num_anchors` blocks per document; embedding and head [vocab, hidden] are the target's."""
+    """Slots of at most `num_anchors` blocks per document; embedding and head [vocab, hidden] are the target's, and so
+    is the soft cap of its logits.
+    """
     block_size, width = draft.options.block_size, cast(Edges, draft.edges).width
     generator = torch.Generator().manual_seed(seed)
     batch = collate(documents, [draw_anchors(document, num_anchors, generator) for document in documents])
@@ -61,9 +65,9 @@ def slots_of(
     ids = torch.arange(len(head)) if draft.vocabulary is None else draft.vocabulary.sort().values
     draft_head, ids = head[ids.to(head.device)], ids.to(head.device)
     hidden = draft_batch(draft, embedding, batch, block_size)[:, :, 1:][inside]
-    logits = hidden @ draft_head.T
+    logits = capped(hidden @ draft_head.T, cap)
     best, best_indices = logits.topk(min(width, len(ids)), dim=-1)
-    target_logits = at(batch.hidden, positions - 1)[inside] @ draft_head.T
+    target_logits = capped(at(batch.hidden, positions - 1)[inside] @ draft_head.T, cap)
     offsets = torch.arange(1, block_size, device=head.device).expand_as(positions)[inside]
     slot_temperatures = torch.tensor(temperatures, device=head.device)[:, None, None].expand_as(positions)[inside]
     slots = DraftedSlots(

@@ -27,6 +27,7 @@ from blockpilot.draft_training.batches import DraftBatch, at, draft_batch, draft
 from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.edges import Edges
+from blockpilot.models.decoder import capped
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper uses 7 at B=16
 DPACE_ALPHA = 0.5  # smoothing of the confidences, as in the paper
@@ -98,7 +99,8 @@ class BlockLoss(DraftLoss):
 
     `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the cross entropy that
     is taken against the target's distribution instead of the answer's token. `overlap` is the share of the loss that
-    is the LK loss instead of the cross entropy. Both also apply to a candidate selector.
+    is the LK loss instead of the cross entropy. Both also apply to a candidate selector. `cap` is the soft cap of the
+    target's logits, which are the draft's, too.
     """
 
     draft: DraftModel
@@ -115,9 +117,10 @@ class BlockLoss(DraftLoss):
         weighting: Weighting = "decay",
         distill: float = 0.0,
         overlap: float = 0.0,
+        cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.draft = draft
+        self.draft, self._cap = draft, cap
         self.block_size = draft.options.block_size
         self.weighting, self.distill, self.overlap = weighting, distill, overlap
         self.register_buffer("embedding", embedding, persistent=False)
@@ -205,7 +208,7 @@ class BlockLoss(DraftLoss):
 
     def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
         head = self.head if vocabulary is None else self.head[vocabulary.ids]
-        logits = functional.linear(hidden, head.to(hidden.dtype))
+        logits = capped(functional.linear(hidden, head.to(hidden.dtype)), self._cap)
         correction = None if vocabulary is None else vocabulary.correction
         return logits if correction is None else logits + correction.to(logits.dtype)
 

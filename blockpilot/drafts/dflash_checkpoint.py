@@ -22,7 +22,15 @@ from transformers import LlamaConfig, Qwen3Config
 
 from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import ARCHITECTURE, DFLASH2, OWN_OPTIONS, VOCABULARY_FILE, default_layer_ids
+from blockpilot.drafts.options import (
+    ARCHITECTURE,
+    CONSOLIDATED,
+    DFLASH2,
+    MASK_FILE,
+    OWN_OPTIONS,
+    VOCABULARY_FILE,
+    default_layer_ids,
+)
 from blockpilot.models.cache import head_dim, layer_config
 from blockpilot.models.decoder import full_rope
 from blockpilot.storage import first_line, write_text
@@ -42,6 +50,11 @@ def load_draft(directory: Path) -> DraftModel:
     Only config.json and safetensors are read; no code of the checkpoint runs.
     """
     model = _new_draft(directory / "config.json")
+    if (directory / MASK_FILE).exists():
+        raise ValueError(
+            f"draft {directory}: {MASK_FILE} is pickled and not read: store the embeddings, with this row at the mask"
+            " token, as embed_tokens.weight in the safetensors, and remove the file"
+        )
     stored = read_weights(directory)
     with named_errors(directory):
         weights = take_own(model, stored)
@@ -65,7 +78,7 @@ def _full_codebook(codebook: Tensor, vocabulary: Tensor, size: int) -> Tensor:
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """Tensors of all safetensors files of a directory by name; raises ValueError if there are none."""
     weights: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted({*directory.glob("*.safetensors")} - {*directory.glob(CONSOLIDATED)}):
         try:
             weights |= load_file(file)
         except (SafetensorError, OSError) as error:
@@ -172,6 +185,11 @@ def write_vocabulary(directory: Path, ids: Tensor) -> None:
     write_text(directory / VOCABULARY_FILE, json.dumps(ids.tolist()) + "\n")
 
 
+def draft_rope(target_config: Any) -> dict[str, Any]:
+    """Rotary parameters of a new draft: those of the target's full-attention layers, for whole heads."""
+    return {name: value for name, value in full_rope(target_config).items() if name not in _OF_HYBRIDS}
+
+
 def new_draft_config(
     target_config: Any,
     *,
@@ -192,7 +210,7 @@ def new_draft_config(
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": num_layers,
         "head_dim": head_dim(first_layer),
-        "rope_parameters": {k: v for k, v in full_rope(target_config).items() if k not in _OF_HYBRIDS},
+        "rope_parameters": draft_rope(target_config),
         "attention_bias": False,
         "tie_word_embeddings": False,
         "block_size": block_size,
@@ -240,7 +258,9 @@ def _from_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     options["target_layer_ids"] = [i - 1 for i in stored["aux_hidden_state_layer_ids"]]
     if network.get("model_type") == "llama":  # LlamaConfig fills in missing options
         network = LlamaConfig.from_dict(network).to_dict()
-    causal = {"is_causal": False} if stored.get("sliding_window_non_causal") else {}
+    # The default is that of DFlash 2, and of vLLM for DFlash; DSpark has none.
+    is_dspark = stored.get("speculators_model_type") == "dspark"
+    causal = {"is_causal": False} if stored.get("sliding_window_non_causal", not is_dspark) else {}
     return network | causal | {"model_type": "qwen3", "dflash_config": options}
 
 

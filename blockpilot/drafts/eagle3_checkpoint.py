@@ -18,6 +18,7 @@ from transformers import LlamaConfig, Qwen3Config
 from blockpilot.drafts.dflash_checkpoint import (
     OF_TARGET,
     check_weights,
+    draft_rope,
     named_errors,
     read_config,
     read_weights,
@@ -26,7 +27,6 @@ from blockpilot.drafts.dflash_checkpoint import (
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.drafts.options import check_neutral
 from blockpilot.models.cache import head_dim, layer_config, num_kv_heads
-from blockpilot.models.decoder import full_rope
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN3_ARCHITECTURE = "Qwen3Eagle3Model"  # DeepSpec's
@@ -65,6 +65,10 @@ def load_eagle3(directory: Path) -> Eagle3Model:
         model.carry_embeddings(weights[_EMBEDDINGS].float())
     if len(model.d2t) == len(model.t2d):  # whole vocabulary: the checkpoint may omit the maps
         weights = {name: getattr(model, name) for name in ("d2t", "t2d")} | weights
+    d2t = weights.get("d2t")
+    if d2t is not None and d2t.shape == model.d2t.shape and "t2d" not in weights:  # NVIDIA's Model-Optimizer omits it
+        ids = (torch.arange(len(d2t)) + d2t.long()).clamp(0, len(model.t2d) - 1)
+        weights["t2d"] = torch.zeros_like(model.t2d).index_fill_(0, ids, True)
     check_weights(model, weights, directory)
     model.load_state_dict(weights)
     _check_vocabulary(model, directory)
@@ -105,8 +109,13 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     if "draft_vocab_size" not in stored and QWEN3_ARCHITECTURE not in architectures:
         raise ValueError("draft config.json lacks draft_vocab_size")
     neutral = _NEUTRAL | {"target_hidden_size": network.get("hidden_size")}
-    neutral |= {"model_type": "qwen3" if network.get("model_type") == "qwen3" else "llama"}
-    check_neutral(stored | network, neutral)
+    family_name = network.get("model_type")
+    # Qwen2's layer is Llama's with biases, which `check_weights` would find.
+    neutral |= {"model_type": family_name if family_name in ("qwen2", "qwen3") else "llama"}
+    options_written = stored | network
+    if options_written.get("use_sliding_window") is False:
+        del neutral["sliding_window"]  # SpecForge's configurations copy the target's
+    check_neutral(options_written, neutral)
     check_neutral(eagle, _NEUTRAL_EAGLE)
     options = Eagle3Options(
         draft_vocab_size=int(stored.get("draft_vocab_size") or network["vocab_size"]),
@@ -126,9 +135,11 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     draft_options |= {"model_type", "layer_types", "target_layer_ids"}
     family = Qwen3Config if network.get("model_type") == "qwen3" else LlamaConfig  # fills in missing options
     filled = family.from_dict({name: value for name, value in network.items() if name not in draft_options}).to_dict()
-    return LlamaConfig.from_dict(
-        {name: value for name, value in filled.items() if name not in draft_options}
-    ), options
+    config = LlamaConfig.from_dict({name: value for name, value in filled.items() if name not in draft_options})
+    rope = dict(config.rope_parameters or {})
+    if rope.get("rope_type") != "default":  # which ignores it
+        check_neutral(rope, {"partial_rotary_factor": 1.0})
+    return config, options
 
 
 def _block_size(stored: dict[str, Any]) -> int:
@@ -192,7 +203,7 @@ def new_eagle3(
         "num_hidden_layers": 1,
         "num_key_value_heads": num_kv_heads(first_layer),
         "head_dim": head_dim(first_layer),
-        "rope_parameters": full_rope(target_config),
+        "rope_parameters": draft_rope(target_config),
         "tie_word_embeddings": False,
     }
     model = Eagle3Model(LlamaConfig(**config), options)

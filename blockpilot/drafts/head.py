@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from blockpilot.drafts.edges import Edges
+from blockpilot.models.decoder import capped, soft_cap
 from blockpilot.models.kernels import Product
 from blockpilot.native.ranking import Subset
 
@@ -20,7 +21,7 @@ from blockpilot.native.ranking import Subset
 class DraftHead:
     """hidden [M, hidden] -> logits [M, K] of the draft's vocabulary: its `subset`, or None for all tokens.
 
-    tokens [K]: ascending ids of the draft's vocabulary; None for the target's.
+    tokens [K]: ascending ids of the draft's vocabulary; None for the target's. cap: soft cap of the logits.
     """
 
     def __init__(
@@ -29,20 +30,21 @@ class DraftHead:
         tokens: Tensor | None,
         vocab_size: int,
         edges: Edges | None = None,
+        cap: float | None = None,
     ) -> None:
         is_whole = tokens is None or torch.equal(tokens.cpu(), torch.arange(vocab_size))
         self.subset = None if tokens is None or is_whole else Subset.of(tokens, vocab_size)
-        self.edges, self._head = edges, head
+        self.edges, self._head, self._cap = edges, head, cap
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, edges: Edges | None = None) -> Self:
-        """The target's head, or its rows of a vocabulary."""
+        """The target's head with its soft cap, or its rows of a vocabulary."""
         tokens, head = None if vocabulary is None else vocabulary.sort().values, target.get_output_embeddings()
         proposing = head if tokens is None else _some_rows(head, tokens)
-        return cls(proposing, tokens, target.config.vocab_size, edges)
+        return cls(proposing, tokens, target.config.vocab_size, edges, soft_cap(target.config))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return capped(self._head(hidden), self._cap)
 
 
 def is_copy(module: nn.Module | None, target_module: nn.Module) -> bool:

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
 
 ARCHITECTURE, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
 VOCABULARY_FILE = "draft_vocabulary.json"  # token ids, the most frequent first
+MASK_FILE = "mask_embedding.pt"  # pickled embedding of the mask token: only noticed, never read
+CONSOLIDATED = "consolidated*"  # copies of the weights in Mistral's format: not loaded
 # Options of newer checkpoints, with the values that leave the network as implemented here.
 _NEUTRAL: dict[str, Any] = {
     **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0},
-    **{"projector_type": "dflash", "hidden_act": "silu", "is_neox_style": True},
+    **{"projector_type": "dflash", "hidden_act": "silu", "is_neox_style": True, "attention_value_scale": 1.0},
     **dict.fromkeys(("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "shift_label"), False),
     "quantization_config": None,
 }
@@ -77,6 +79,7 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
         raise ValueError(f"draft architecture {architectures}: supported are {ARCHITECTURE}, {DFLASH2}")
     neutral = _NEUTRAL | {"target_hidden_size": config.hidden_size}
     check_neutral({name: option(name) for name in neutral}, neutral)
+    check_neutral(config.rope_parameters or {}, {"partial_rotary_factor": 1.0})
     if "sliding_attention" in (config.layer_types or ()) and config.sliding_window is None:
         raise ValueError("draft layer_types has sliding_attention without a window in use (sliding_window = None)")
     head_type = option("markov_head_type") or _HEAD_TYPES[0]

@@ -81,7 +81,7 @@ class Decoder:
         self._kinds, self.embed = layer_kinds(config), body.embed_tokens
         self._inputs = LayerInputs(body) if getattr(config, "hidden_size_per_layer_input", None) else None
         self._rotaries = {kind.name: RotaryTable(body.rotary_emb, kind.name) for kind in self._kinds}
-        self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._soft_cap = soft_cap(config)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
         self._kind = model.dtype, model.device
@@ -108,10 +108,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: [N, hidden] -> [N, vocab]."""
-        logits = self.head(hidden)
-        if self._soft_cap is None:
-            return logits
-        return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return capped(self.head(hidden), self._soft_cap)
 
     def __call__(
         self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
@@ -210,6 +207,7 @@ def check_network(config: Any) -> None:
     check_family(config.model_type)
     if config.model_type in HYBRIDS:
         _check_hybrid(config)
+    _check_experts(config)
     if any(kind[:2] == ("sliding_attention", None) for kind in layer_kinds(config)):
         raise ValueError("target with layer_types sliding_attention: sliding_window must be given, and in use")
     if (quantized := getattr(config, "quantization_config", None)) is not None:
@@ -228,6 +226,7 @@ def check_network(config: Any) -> None:
     options: list[tuple[str, Any, Sequence[Any]]] = [
         (name, getattr(config, name), allowed) for name, allowed in names
     ]
+    options.append(("is_causal", getattr(config, "is_causal", True), (True,)))
     rope = config.rope_parameters or {}
     for parameters in [rope[kind.name] for kind in layer_kinds(config) if kind.name in rope] or [rope]:
         is_proportional = config.model_type == "gemma4_text" and parameters.get("rope_type") == PROPORTIONAL
@@ -237,6 +236,14 @@ def check_network(config: Any) -> None:
     for name, value, supported in options:
         if value not in supported:
             raise ValueError(f"target option {name} = {value}: supported: {', '.join(map(str, supported))}")
+
+
+def _check_experts(config: Any) -> None:
+    """Raise ValueError if a token is for more experts than there are."""
+    name = "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
+    num_experts = getattr(config, "num_experts", None) if getattr(config, "enable_moe_block", True) else None
+    if num_experts and not 1 <= getattr(config, name) <= num_experts:
+        raise ValueError(f"target option {name} = {getattr(config, name)}: must be 1 to {num_experts}")
 
 
 def _check_hybrid(config: Any) -> None:
@@ -251,9 +258,27 @@ def _check_hybrid(config: Any) -> None:
         raise ValueError(f"target with layers of type {', '.join(sorted(unknown))}: supported are {LINEAR}, {FULL}")
 
 
+def soft_cap(config: Any) -> float | None:
+    """Bound of a target's logits (Gemma 4's have one), for `capped`."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits with a soft cap: cap * tanh(logits / cap). Changes `logits`; also for gradients."""
+    if cap is None:
+        return logits
+    bounded = logits.div_(cap).tanh_()
+    return bounded * cap if bounded.requires_grad else bounded.mul_(cap)
+
+
 def context_length(config: Any) -> int:
-    """Maximum tokens of a text; with YaRN the original length times the factor, if that is more."""
+    """Maximum tokens of a text: with "dynamic" scaling the configuration's times the factor; with YaRN the original
+    length times the factor, if that is more.
+    """
     rope, longest = full_rope(config), int(config.max_position_embeddings)
+    if rope.get("rope_type") == "dynamic":
+        return int(longest * rope["factor"])
     if rope.get("rope_type") != "yarn":
         return longest
     return max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))

@@ -60,6 +60,9 @@ class RotaryTable:
             or table.cosines.dtype != hidden.dtype
         ):
             positions = torch.arange(cache.num_columns, device=hidden.device).clamp_(max=length - 1)
-            table, self._length = Rotary.of(self._embedding, hidden, positions, *self._layer_type), length
+            embedding = self._embedding
+            if self._depends_on_longest:  # a new one: it keeps the frequencies of the longest text that it has seen
+                embedding = type(embedding)(embedding.config).to(hidden.device)
+            table, self._length = Rotary.of(embedding, hidden, positions, *self._layer_type), length
             self._table = table
         return table

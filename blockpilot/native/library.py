@@ -62,6 +62,11 @@ def fastest_dtype(device: torch.device) -> DtypeChoice:
     return DtypeChoice("bfloat16", "layers in C")
 
 
+def pick_dtype(dtype: str, device: torch.device | str) -> str:
+    """Name of a dtype; "auto" is the fastest on this device."""
+    return fastest_dtype(torch.device(device)).name if dtype == "auto" else dtype
+
+
 def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
     """The functions in C for a dtype; None if there are none."""
     library = _library_or_reason(dtype, device)

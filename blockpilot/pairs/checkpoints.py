@@ -14,18 +14,20 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from blockpilot.drafts.options import VOCABULARY_FILE
+from blockpilot.drafts.options import CONSOLIDATED, MASK_FILE, VOCABULARY_FILE
 from blockpilot.pairs.embedded import WHEELS, wheel_target
 from blockpilot.pairs.table import EMBEDDED_DRAFT, split_revision
 from blockpilot.storage import first_line
 
 EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
 NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
-_DRAFT_FILES = ("config.json", "*.safetensors", VOCABULARY_FILE)
+_DRAFT_FILES = ("config.json", "*.safetensors", VOCABULARY_FILE, MASK_FILE)
 _TARGET_FILES = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"),
     "additional_chat_templates/*.jinja",  # transformers' folder of further chat templates
 )
+# The hub's patterns cross folders: gpt-oss's original/ and metal/ have the weights again.
+_NOT_LOADED = (CONSOLIDATED, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def known_revision(what: str, name: str) -> str | None:
 
 def directory_revision(directory: Path, patterns: Sequence[str] = _TARGET_FILES) -> str:
     """Short hash of the names and contents of a directory's files that match the patterns."""
-    files = sorted({file for pattern in patterns for file in directory.glob(pattern)})
+    copies = {*directory.glob(CONSOLIDATED)}
+    files = sorted({file for pattern in patterns for file in directory.glob(pattern)} - copies)
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         digests = pool.map(_file_digest, files)
         lines = [f"{file.name} {digest}\n" for file, digest in zip(files, digests, strict=True)]
@@ -83,7 +86,8 @@ def _find(what: str, name: str, patterns: Sequence[str]) -> Checkpoint:
         return Checkpoint(path, patterns)
     repository, revision = split_revision(name)
     try:
-        path = Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+        wanted, ignored = list(patterns), list(_NOT_LOADED)
+        path = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=ignored))
     except NOT_FOUND as error:
         raise ValueError(not_found(what, name, error)) from None
     return Checkpoint(path, patterns, path.name)

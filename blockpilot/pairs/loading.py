@@ -31,20 +31,32 @@ from blockpilot.drafts.base import Draft, PreparedDraft
 from blockpilot.drafts.families import family, load_any_draft, prepared_draft
 from blockpilot.drafts.none import NoDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
-from blockpilot.native.library import fastest_dtype
+from blockpilot.native.library import pick_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
-from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
+from blockpilot.pairs.table import (
+    NAMED_PAIRS,
+    NO_DRAFT,
+    check_pair_names,
+    no_draft_message,
+    plain_name,
+    split_revision,
+)
 from blockpilot.storage import first_line
 from blockpilot.types import PairId
 
 PathOrName = str | os.PathLike[str]
 _logger = logging.getLogger(__name__)
 _NAMES = {
-    "gemma3_text": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"},
+    "gemma3_text": {
+        r"^(language_model\.model|model\.language_model)\.": "model.",
+        r"^language_model\.lm_head": "lm_head",
+    },
     "gemma4_text": {r"^model\.language_model\.": "model."},
 }
 """By family, patterns of weight names in multimodal checkpoints, and their replacements in the text model."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_SCALES = ("weight_scale", "weight_scale_inv", "proj_scale", "scales", "qweight", "qzeros", "SCB")
+"""Ends of the names that scales of quantised weights have. An audio part has other scales: per_dim_scale."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +135,10 @@ def load_pair(
     Raises ValueError for unknown names, unreadable models, unsupported families, drafts that do not fit, and an
     unknown dtype or missing device.
     """
-    target, draft = (None if path is None else os.fspath(path) for path in (target, draft))
+    target, draft = (None if path is None else plain_name(os.fspath(path)) for path in (target, draft))
     check_pair_names(name, target, draft)
     target_device = to_device(device)
-    weights_dtype = to_dtype(fastest_dtype(target_device).name if dtype == "auto" else dtype)
+    weights_dtype = to_dtype(pick_dtype(str(dtype), target_device))
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None
@@ -139,7 +151,7 @@ def load_pair(
 
 def with_draft(pair: Pair, draft: PathOrName) -> Pair:
     """The pair with another draft and the same target, not loaded again; raises ValueError if it does not fit."""
-    model, name, revision = _load_draft(os.fspath(draft))
+    model, name, revision = _load_draft(plain_name(os.fspath(draft)))
     model.check_fit(pair.target.config)
     pair_id = pair.id._replace(draft=name, draft_revision=revision)
     return _pair(pair_id, pair.target, model, pair.tokenizer, pair.target.device)
@@ -202,6 +214,8 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
         raise ValueError(f"target {name!r}: its weights do not load ({first_line(error)})") from None
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"target {name!r}: {len(missing)} of its weights are not in its files, such as {missing[0]}")
+    if scales := sorted(key for key in report["unexpected_keys"] if key.endswith(_SCALES)):
+        raise ValueError(f"target {name!r}: quantised weights, with scales such as {scales[0]}: not supported")
     return model.eval().requires_grad_(False), tokenizer, checkpoint.revision
 
 
@@ -211,8 +225,15 @@ def network_config(directory: Path) -> PretrainedConfig:
     Raises ValueError for an unsupported family or feature. The family is read from the raw file, because transformers
     would first ask whether to run the checkpoint's code.
     """
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(f"target {directory}: a PEFT adapter: merge it into the model first")
     as_written, _ = PretrainedConfig.get_config_dict(directory)
     check_family(as_written.get("model_type"))
+    # Older writers describe quantised weights where transformers does not look: it would cast them.
+    is_elsewhere = (directory / "hf_quant_config.json").is_file(), as_written.get("compression_config") is not None
+    for where, is_there in zip(("hf_quant_config.json", "compression_config"), is_elsewhere, strict=True):
+        if is_there:
+            raise ValueError(f"target {directory}: quantised weights ({where}): not supported")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except NOT_FOUND:
@@ -240,7 +261,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not any((directory / name).is_file() for name in _TOKENIZERS):  # some classes would build an empty tokenizer
         raise ValueError(f"target {directory}: no tokenizer there, one of {', '.join(_TOKENIZERS)}")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, mistral_format=False)
     except NOT_FOUND:
         raise
     except Exception as error:  # transformers and tokenizers raise many types

@@ -76,6 +76,12 @@ def check_pair_names(name: str | None, target: str | None, draft: str | None) ->
         raise ValueError(f"unknown pair {name!r}: named pairs are {', '.join(NAMED_PAIRS)}")
 
 
+def plain_name(name: str) -> str:
+    """The one name of a target or draft: a local directory's without final slashes and dots."""
+    name = name.rstrip("/") or name
+    return str(Path(name)) if name and Path(name).is_dir() else name
+
+
 def no_draft_message(target: str, what: str) -> str:
     """Error message for a target without a draft where `what` needs one: how to get one, and what works without."""
     named = {split_revision(pair.target)[0]: name for name, pair in reversed(NAMED_PAIRS.items()) if pair.draft}

@@ -30,10 +30,11 @@ from transformers import AutoTokenizer
 from blockpilot.device import device_name
 from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft
 from blockpilot.evaluation.tables import markdown
+from blockpilot.native.library import pick_dtype
 from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.prompts.files import load_prompts
 from blockpilot.storage import write_text
-from jobs.common.config import Config, PairConfig, main, pick_dtype
+from jobs.common.config import Config, PairConfig, main
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 

@@ -15,7 +15,14 @@ import tyro
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockpilot.pairs.checkpoints import known_revision
-from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
+from blockpilot.pairs.table import (
+    NAMED_PAIRS,
+    NO_DRAFT,
+    check_pair_names,
+    no_draft_message,
+    plain_name,
+    split_revision,
+)
 from blockpilot.storage import is_uri, without_secrets
 from blockpilot.types import PairId
 
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from blockpilot.pairs.loading import Pair
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
+ModelName = Annotated[str, AfterValidator(plain_name)]  # a hub id or local directory
 
 
 def _local(path: Path) -> Path:
@@ -67,9 +75,9 @@ class PairConfig(Config):
 
     name: Annotated[str | None, tyro.conf.arg(name="pair")] = None
     """A named pair (see README); by default the embedded smollm2-135m, unless a target is set."""
-    target: str | None = None
+    target: ModelName | None = None
     """Target by hub id or local directory."""
-    draft: str | None = None
+    draft: ModelName | None = None
     """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one: plain decoding or prompt
     lookup."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -127,15 +135,6 @@ class PairConfig(Config):
         disable_progress_bar()  # also in actors: the job shows its own progress
         device = best_device() if self.device == "auto" else self.device
         return load_pair(name, target=target, draft=draft, dtype=self.dtype, device=device)
-
-
-def pick_dtype(dtype: str, device: str) -> str:
-    """Resolve `PairConfig.dtype` to float32 or bfloat16 on this device, for programs that do not accept "auto"."""
-    import torch
-
-    from blockpilot.native.library import fastest_dtype
-
-    return fastest_dtype(torch.device(device)).name if dtype == "auto" else dtype
 
 
 class Placement(Config):

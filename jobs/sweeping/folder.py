@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from blockpilot.prompts.files import Prompt, save_prompts
 from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.sweep.rows import Metadata, Reject, SweepRow, difference, mismatch, read_file, write_rows
+from jobs.common.build import versions
 
 CONFIG_FILE = "config.json"
 REJECTS_FILE = "rejects.jsonl"

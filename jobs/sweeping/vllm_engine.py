@@ -10,11 +10,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from blockpilot.device import best_device
 from blockpilot.drafts.families import family, load_any_draft
+from blockpilot.native.library import pick_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.loading import load_tokenizer
 from blockpilot.pairs.table import split_revision
 from blockpilot.types import PairId, Sampling
-from jobs.common.config import PairConfig, pick_dtype
+from jobs.common.config import PairConfig
 
 KV_SPACE_GB = "2"  # default on a CPU
 

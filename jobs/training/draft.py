@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import Field, field_validator
@@ -21,6 +21,7 @@ from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
 from blockpilot.drafts.edges import Edges
 from blockpilot.drafts.options import CAUSAL, parse_options
+from blockpilot.models.decoder import soft_cap
 from blockpilot.models.target import embedding_table
 from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
@@ -234,14 +235,15 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     dtype = torch.bfloat16 if config.fit.autocast else torch.float32
     embedding, head = embedding_table(model).to(dtype), head_weight.to(dtype)
     draft, from_target, fit = fresh_draft(config), config.start == "target", config.fit
+    goal: Any = {"distill": fit.distill, "overlap": fit.overlap, "cap": soft_cap(model.config)}
     use_vocabulary(config, draft, answers)
     if isinstance(draft, DraftModel):
         if from_target:
             start_from_target(draft, model, answers[0].tokens)
-        return BlockLoss(draft, embedding, head, weighting=fit.weighting, distill=fit.distill, overlap=fit.overlap)
+        return BlockLoss(draft, embedding, head, weighting=fit.weighting, **goal)
     if from_target:
         start_eagle3_from_target(draft, model, answers[0].tokens)
-    return Eagle3Loss(draft, embedding, head, distill=fit.distill, overlap=fit.overlap)
+    return Eagle3Loss(draft, embedding, head, **goal)
 
 
 def use_vocabulary(config: TrainDraftConfig, draft: DraftModel | Eagle3Model, answers: Iterable[Answer]) -> None:

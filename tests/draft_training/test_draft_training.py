@@ -26,7 +26,7 @@ from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Sampling
-from helpers.dflash import slow_lift
+from helpers.dflash import slow_cap, slow_lift
 from helpers.documents import (
     PROMPTS,
     SOURCE,
@@ -101,15 +101,24 @@ def mixed(logits: Tensor, target_probs: Tensor, label: int, distill: float, over
 
 
 @pytest.mark.parametrize(
-    ("weighting", "distill", "overlap"),
-    [("decay", 0.0, 0.0), ("dpace", 0.3, 0.0), ("decay", 1.0, 0.5), ("dpace", 0.0, 0.2)],
+    ("weighting", "distill", "overlap", "cap"),
+    [("decay", 0.0, 0.0, None), ("dpace", 0.3, 0.0, None), ("decay", 1.0, 0.5, 2.0), ("dpace", 0.0, 0.2, None)],
 )
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("vocabulary", [None, [*range(7, 200, 3), *range(5, 256, 2)]], ids=["all", "own"])
 def test_the_loss_equals_a_slow_loop(
-    weighting: str, distill: float, overlap: float, parts: dict[str, Any], vocabulary: Any, tiny_pair: Pair
+    weighting: str,
+    distill: float,
+    overlap: float,
+    cap: float | None,
+    parts: dict[str, Any],
+    vocabulary: Any,
+    tiny_pair: Pair,
 ) -> None:
-    """With a smaller vocabulary, positions whose token is outside it have weight 0 and count as wrong."""
+    """With a smaller vocabulary, positions whose token is outside it have weight 0 and count as wrong.
+
+    A soft cap bounds the logits of target and draft.
+    """
     shard = documents(3)
     batch = batch_of(shard, 4, seed=2)
     draft = tiny_draft(tiny_pair.target, BLOCK, **parts)
@@ -118,8 +127,10 @@ def test_the_loss_equals_a_slow_loop(
         draft.vocabulary = torch.tensor(vocabulary).unique().flip(0)
         ids = draft.vocabulary.sort().values
     number = {token: i for i, token in enumerate(ids.tolist())}
-    loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill, overlap=overlap)
+    loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill, overlap=overlap, cap=cap)
     scores = loss(batch)
+    scores.loss.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in draft.layers.parameters())
     drafted, weights = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach(), draft.state_dict()
     total = weight = 0.0
     for row, document in enumerate(shard):
@@ -128,9 +139,9 @@ def test_the_loss_equals_a_slow_loop(
             for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
                 before, token = document.tokens[anchor + offset - 1 : anchor + offset + 1].tolist()
                 hidden, label = drafted[row, a, offset], number.get(token)
-                logits = loss.head[ids] @ hidden
+                logits = slow_cap(loss.head[ids] @ hidden, cap)
                 lifted = logits + slow_lift(weights, hidden, before, len(loss.head))[ids]
-                target_probs = (loss.head[ids] @ document.hidden[anchor + offset - 1]).softmax(0)
+                target_probs = slow_cap(loss.head[ids] @ document.hidden[anchor + offset - 1], cap).softmax(0)
                 selection = 0.0
                 if draft.candidate_selector is None:
                     logits, chosen = lifted, int(lifted.argmax())

@@ -16,6 +16,7 @@ from blockpilot.draft_training.start import start_eagle3_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.eagle3_checkpoint import new_eagle3
 from blockpilot.pairs.loading import Pair
+from helpers.dflash import slow_cap
 from helpers.documents import batch_of, check_resumed, greedy_answers, random_documents, stored_corpus
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
 
@@ -51,16 +52,21 @@ def chain(slow: SlowEagle3, loss: Eagle3Loss, document: Document, anchor: int, t
 
 
 @pytest.mark.parametrize(
-    ("distill", "overlap", "anchors_only"),
-    [(1.0, 0.0, False), (0.3, 0.0, False), (0.0, 0.0, False), (1.0, 0.5, True), (0.0, 0.3, False)],
+    ("distill", "overlap", "anchors_only", "cap"),
+    [
+        *((1.0, 0.0, False, 2.0), (0.3, 0.0, False, None), (0.0, 0.0, False, None)),
+        *((1.0, 0.5, True, None), (0.0, 0.3, False, None)),
+    ],
 )
 def test_the_unrolled_loss_equals_one_chain_at_a_time(
-    distill: float, overlap: float, anchors_only: bool, tiny_pair: Pair
+    distill: float, overlap: float, anchors_only: bool, cap: float | None, tiny_pair: Pair
 ) -> None:
-    """Each chain attends to the features before its anchor and the text before each step, and to nothing later."""
+    """Each chain attends to the features before its anchor and the text before each step, and to nothing later. A
+    soft cap bounds the target's logits.
+    """
     shard = documents()
-    loss = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only)
     batch = batch_of(shard, 3, seed=1)
+    loss = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only, cap=cap)
     slow = SlowEagle3(loss.draft.state_dict(), loss.draft.config)
     total, weight, count = 0.0, 0.0, [0] * (BLOCK - 1)
     for row, document in enumerate(shard):
@@ -75,7 +81,7 @@ def test_the_unrolled_loss_equals_one_chain_at_a_time(
                 if label not in OWN:
                     continue
                 one_hot_label = torch.nn.functional.one_hot(torch.tensor(label - 20), len(OWN))
-                target_probs = (loss.head @ document.hidden[anchor + k - 1])[OWN].softmax(0)
+                target_probs = slow_cap(loss.head @ document.hidden[anchor + k - 1], cap)[OWN].softmax(0)
                 goal = distill * target_probs + (1 - distill) * one_hot_label
                 cross_entropy = -float(goal @ scores[k - 1].log_softmax(0))
                 common = float(torch.minimum(target_probs, scores[k - 1].softmax(0)).sum())

@@ -23,6 +23,7 @@ from blockpilot.draft_training.loss import dpace_weights
 from blockpilot.draft_training.training import DraftFitSettings
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.pairs.loading import Pair
+from helpers.dflash import slow_cap
 from helpers.documents import batch_of, check_resumed, random_documents
 from helpers.tiny import tiny_draft
 
@@ -30,7 +31,10 @@ BLOCK, WIDTH, SIZE = 4, 24, 30
 
 
 @pytest.mark.parametrize("vocabulary", [None, [*range(7, 200, 3), *range(5, 256, 2)]], ids=["all", "own"])
-def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabulary: list[int] | None) -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_slots_are_those_of_the_blocks_at_random_anchors(
+    cap: float | None, tiny_pair: Pair, vocabulary: list[int] | None
+) -> None:
     draft = tiny_draft(tiny_pair.target, BLOCK, selector_rank=5, selector_top_k=6)
     ids = torch.arange(draft.config.vocab_size)
     if vocabulary is not None:
@@ -38,14 +42,15 @@ def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabu
         ids = draft.vocabulary.sort().values
     head = tiny_pair.target.get_input_embeddings().weight.detach()
     documents = random_documents([(9, 3), (14, 3), (6, 3)], num_layers=2)
-    slots = slots_of(draft, head, head, documents, [0.0, 1.0, 0.0], 3, seed=5)
+    slots = slots_of(draft, head, head, documents, [0.0, 1.0, 0.0], 3, seed=5, cap=cap)
     batch = batch_of(documents, 3, seed=5)
     hidden, num = draft_batch(draft, head, batch, BLOCK).detach(), 0
     for row, document in enumerate(documents):
         for a, anchor in enumerate(batch.anchors[row][batch.valid[row]].tolist()):
             for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
-                log_probs = (hidden[row, a, offset] @ head[ids].T).log_softmax(0)
-                target_log_probs = (document.hidden[anchor + offset - 1] @ head[ids].T).log_softmax(0)
+                log_probs = slow_cap(hidden[row, a, offset] @ head[ids].T, cap).log_softmax(0)
+                target_logits = slow_cap(document.hidden[anchor + offset - 1] @ head[ids].T, cap)
+                target_log_probs = target_logits.log_softmax(0)
                 best = log_probs.topk(6)
                 slot = slots.at(torch.tensor([num]))
                 assert slot.tokens[0].tolist() == ids[best.indices].tolist()

@@ -225,6 +225,8 @@ def test_published_options_are_understood() -> None:
     [
         ({"architectures": ["DSpineDraftModel"]}, "DSpineDraftModel.*: supported are DFlashDraftModel"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"dflash_config": PLAIN | {"attention_value_scale": 0.7}}, "attention_value_scale = 0.7"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),
         ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 4}, "sliding_attention without a window"),
         ({"is_causal": False, "causal": True}, "must be one of true and false"),

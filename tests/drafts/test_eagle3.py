@@ -17,7 +17,7 @@ from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, UnrolledAttenti
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, parse_eagle3, save_eagle3
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
 from helpers.published import VOCAB_SIZE, small_draft, write_draft
-from helpers.tiny import tiny_target
+from helpers.tiny import tiny_hybrid, tiny_target
 
 SHAPE = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6}
 TARGETS = {
@@ -96,6 +96,27 @@ def test_a_published_checkpoint_computes_what_the_slow_network_does(name: str, t
         assert not draft.embed_tokens.weight.requires_grad
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},  # SpecForge's for Qwen2.5
+        {"use_sliding_window": False, "sliding_window": 512},  # and for Gemma 3
+        {"model_type": "qwen2", "architectures": ["LlamaForCausalLMEagle3"]},
+        {"t2d": None},  # NVIDIA's Model-Optimizer writes d2t only
+    ],
+    ids=str,
+)
+def test_forms_without_effect_change_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    draft = load_eagle3(directory := published(tmp_path / "draft", "llama"))
+    config, weights = directory / "config.json", load_file(directory / "model.safetensors")
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    save_file({n: v for n, v in weights.items() if n not in changes}, directory / "model.safetensors")
+    other = load_eagle3(directory)
+    assert other.options == draft.options
+    assert other.state_dict().keys() == draft.state_dict().keys()
+    assert all(value.equal(other.state_dict()[name]) for name, value in draft.state_dict().items())
+
+
 def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     draft = random_eagle3(TARGETS["qwen3"], VOCABULARY, block_size=5)
     save_eagle3(draft, tmp_path, dtype=torch.float32)
@@ -135,6 +156,11 @@ def test_layer_numbers_of_both_readers_mean_the_same() -> None:
         ("llama", {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
         ("llama", {"draft_vocab_size": 61}, "draft_vocab_size 61: must be 1 to 60"),
         ("llama", {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),
+        ("llama", {"sliding_window": 512}, r"sliding_window = 512: not supported \(only None\)"),
+        (
+            *("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.25}}),
+            "partial_rotary_factor = 0.25: not supported",
+        ),
         ("llama", {"block_size": 1}, "block_size = 1: must be at least 2"),
         ("llama", {LAYER_IDS: [0, 3, 5]}, rf"{LAYER_IDS} = \[0, 3, 5\]"),
         ("llama", {"eagle_config": {LAYER_IDS: [1, 3]}}, "weights do not fit config.json at fc.weight"),
@@ -186,6 +212,14 @@ def test_maps_of_the_vocabulary_that_contradict_are_refused(
 def test_a_new_draft_that_does_not_fit_is_refused(vocabulary: list[int], layer_ids: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         new_eagle3(TARGETS["llama"], torch.tensor(vocabulary), target_layer_ids=layer_ids)
+
+
+def test_a_new_draft_rotates_whole_heads() -> None:
+    """Qwen3.5 rotates a quarter; other readers of the checkpoint would, too, if it said so."""
+    target = tiny_hybrid().config
+    assert target.rope_parameters["partial_rotary_factor"] == 0.25
+    rope = new_eagle3(target, VOCABULARY).config.rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": target.rope_parameters["rope_theta"]}
 
 
 def test_starting_from_the_target() -> None:

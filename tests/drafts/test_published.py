@@ -4,6 +4,7 @@ The configurations are those of `deepseek-ai/dspark_qwen3_4b_block7`, `dflash_qw
 checkpoints, with smaller sizes.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,6 +232,27 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
         assert loaded.options == draft.options
         assert loaded.state_dict().keys() == draft.state_dict().keys()
         assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in draft.state_dict().items())
+
+
+@pytest.mark.parametrize(("kind", "causal"), [("dflash", False), ("dflash2", False), ("dspark", None)])
+def test_windows_of_speculators_are_not_causal_unless_said(kind: str, causal: bool | None, tmp_path: Path) -> None:
+    """None: in sliding-window layers. DSpark's checkpoints have no such option."""
+    config = speculators(tmp_path / "draft", kind) / "config.json"
+    written = json.loads(config.read_text())
+    assert load_draft(tmp_path / "draft").options.causal is None  # sliding_window_non_causal: false
+    del written["sliding_window_non_causal"]
+    config.write_text(json.dumps(written))
+    assert load_draft(tmp_path / "draft").options.causal is causal
+
+
+def test_a_pickled_mask_embedding_is_refused_by_name(tmp_path: Path) -> None:
+    directory = dflash2(tmp_path / "draft")
+    load_draft(directory)
+    torch.save(torch.ones(48), directory / "mask_embedding.pt")
+    with pytest.raises(
+        ValueError, match=r"draft .*: mask_embedding\.pt is pickled and not read: store .* embed_tokens"
+    ):
+        load_draft(directory)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import best_choices
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
+from helpers.dflash import slow_cap
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.tiny import tiny_gemma4
 
 IDS = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:150]
 
@@ -47,6 +49,18 @@ def test_tokens_outside_are_never_proposed_and_the_others_score_as_ever(pair: Pa
     torch.testing.assert_close(narrowed[:, IDS], whole[:, IDS])
     outside = torch.ones(260, dtype=torch.bool).index_fill_(0, IDS, False)
     assert (narrowed[:, outside] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["all", "own"])
+@torch.inference_mode()
+def test_scores_by_the_targets_head_have_its_soft_cap(ids: Tensor | None) -> None:
+    """Gemma 4 bounds its logits, so a draft without an LM head proposes with bounded ones."""
+    target, hidden = tiny_gemma4(), 20 * torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    tokens = torch.arange(260) if ids is None else ids
+    logits = target.lm_head(hidden)[:, tokens]
+    assert logits.abs().max() > target.config.final_logit_softcapping == 9.0
+    scores = of_all(DraftHead.from_target(target, ids), hidden)[:, tokens]
+    torch.testing.assert_close(scores, slow_cap(logits, 9.0), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num", [1, 4])

@@ -97,6 +97,11 @@ def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
     return output
 
 
+def slow_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits with a soft cap, if there is one."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def slow_lift(weights: Mapping[str, Tensor], hidden: Tensor, before: int, num_tokens: int) -> Tensor:
     """Scores [num_tokens] that a draft's edges add to all tokens after the token `before`; zeros without edges."""
     if "candidate_selector.successor_codebook" in weights:

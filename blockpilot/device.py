@@ -12,6 +12,7 @@ CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")  # best first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Device = str | int | torch.device
 MEMORY_FILE = Path("/proc/meminfo")  # Linux
+CONTAINER = Path("/sys/fs/cgroup")  # limits of a container (cgroup version 2)
 
 
 def best_device() -> str:
@@ -55,14 +56,30 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU or of a Linux machine; None if unknown."""
+    """Free memory of a GPU, or of a Linux machine or container; None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
         return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return min((free for free in (_available_bytes(), _left_in_container()) if free is not None), default=None)
+
+
+def _available_bytes() -> int | None:
     if not MEMORY_FILE.exists():
         return None
     lines = MEMORY_FILE.read_text().splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_container() -> int | None:
+    """Bytes that a container may still use, not counting its file cache, which yields; None without a limit."""
+    try:
+        limit, used = ((CONTAINER / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    if not limit.isdecimal():  # "max"
+        return None
+    return max(0, int(limit) - int(used) + int(parts["file"]) - int(parts["shmem"]))
 
 
 def gib(num_bytes: float) -> str:

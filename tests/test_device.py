@@ -1,11 +1,12 @@
 """Dtypes and devices, by name or as torch objects."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from blockpilot.device import to_device, to_dtype
+from blockpilot.device import free_bytes, to_device, to_dtype
 
 
 def test_dtypes_and_the_cpu_by_name_or_as_torch_has_them() -> None:
@@ -34,3 +35,20 @@ def test_gpus_by_number_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (2, -1, "cuda:2", True):
         with pytest.raises(ValueError, match=r"device .*: must be one of cpu, cuda, cuda:0, cuda:1, which"):
             to_device(wrong)
+
+
+@pytest.mark.parametrize(("limit", "free"), [("1000000", 650_000), ("300000", 0), ("max", None)])
+def test_memory_that_a_container_leaves(
+    limit: str, free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 400,000 bytes in use 60,000 are file cache, 10,000 of these shared memory, which does not yield."""
+    cpu = torch.device("cpu")
+    of_machine = free_bytes(cpu)
+    monkeypatch.setattr("blockpilot.device.CONTAINER", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 340000\nfile 60000\nshmem 10000\n")
+    if free is None:
+        assert free_bytes(cpu) == pytest.approx(of_machine, rel=0.2)
+    else:
+        assert free_bytes(cpu) == free

@@ -91,9 +91,10 @@ class Drafting(NamedTuple):
 
 
 def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, other_load: Load) -> Drafting:
-    """Depths of rows of these kinds [R], at most most[r] for row r, that save the most seconds or cost the fewest.
+    """Depths of rows of these kinds [R], at most most[r] for row r, that save the most seconds.
 
-    plans: one for every kind. other_load: load of the other rows.
+    If no draft saves any, the cheapest one, for exploration. plans: one for every kind. other_load: load of the other
+    rows.
     """
     saved_s, depths = plans.saved_s, np.arange(plans.saved_s.shape[-1])
     launch_s = np.array(_launch_s(len(depths), price, other_load))

@@ -36,9 +36,9 @@ def generate(
     prompt_ids: token ids, as a list, tuple, tensor or array [n] or [1, n], or the output of `pair.tokenizer(text)` or
     `pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True)`.
     block_size: tokens that a step verifies, including the anchor; 1 never drafts. By default it adapts at every step,
-    or `policy` fixes it for the whole text. layout: "tree" verifies a draft tree, "chain" one sequence. lookup:
-    prompt lookup, which also verifies tokens that followed earlier occurrences of the text's end; by default on if
-    the block size adapts. The text is the same for all of these.
+    or a `policy` that is a function fixes it for the whole text. layout: "tree" verifies a draft tree, "chain" one
+    sequence. lookup: prompt lookup, which also verifies tokens that followed earlier occurrences of the text's end;
+    by default on if the block size adapts. The text is the same for all of these.
     max_new_tokens: maximum; fewer if the target's context is full. Nothing stops the text before min_new_tokens.
     temperature 0 is greedy; the other sampling parameters are off by default (`Sampling`). The seed determines
     the text. stop_token_ids end the text and are its last token; by default the pair's. stop_strings end the text

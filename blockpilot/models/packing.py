@@ -180,9 +180,8 @@ def within(window: int, visible: Tensor, positions: Tensor, starts: Tensor) -> T
     # `width` more columns, cut off at the end: a short row's padding may extend beyond the longest row.
     at_columns = torch.arange(length + width, device=visible.device).repeat(num_rows, 1)
     at_columns.scatter_(1, starts[:, None] + torch.arange(width, device=visible.device), positions)
-    # Position of a query minus that of the token in a column: at least 0 for ancestors and texts.
-    distance = positions[:, None, :, None] - at_columns[:, None, None, :length]
-    return visible & (distance < window)
+    first_seen = positions - window  # [R, width]; the positions after it are within the window
+    return visible & (at_columns[:, None, None, :length] > first_seen[:, None, :, None])
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -321,14 +321,28 @@ static void fetch(const stored *from, long num)
         __builtin_prefetch(from + i);
 }
 
+/* One past the last visible column of a mask, of `length`; 0 if none is. */
+static long end_of(const uint8_t *mask, long length)
+{
+    for (uint64_t word; length >= 8; length -= 8) { /* masks are as long as the longest row's: many columns are 0 */
+        memcpy(&word, mask + length - 8, 8);
+        if (word)
+            break;
+    }
+    while (length > 0 && !mask[length - 1])
+        length--;
+    return length;
+}
+
 /* One past the last column, of `length`, that is visible in any of the masks; 0 if none is. */
 static long seen_of(long num, const uint8_t *const *masks, long length)
 {
-    for (; length > 0; length--)
-        for (long q = 0; q < num; q++)
-            if (masks[q][length - 1])
-                return length;
-    return length;
+    long seen = 0;
+    for (long q = 0; q < num; q++) {
+        long end = end_of(masks[q], length);
+        seen = end > seen ? end : seen;
+    }
+    return seen;
 }
 
 /* Number of columns, of `length`, before the first that is visible in any of the masks, rounded down to whole

@@ -16,6 +16,7 @@
 #define PANELS 1
 #endif
 #define ROWS 6
+#define CONVERTED_ROWS 512 /* at a time: bounds every thread's buffer of converted inputs */
 #define VECTORS (PANELS * PANEL / LANES)
 
 typedef bits unaligned __attribute__((aligned(4)));
@@ -292,7 +293,16 @@ void multiply_all(const struct batch *batches, uint64_t *shares, long threads)
 
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads)
 {
-    multiply_all(&(struct batch){linear, rows, x, out}, shares, threads);
+    long most = PARTS > 1 ? CONVERTED_ROWS : rows;
+    for (long row = 0; row < rows; row += most) {
+        long num = rows - row < most ? rows - row : most;
+        if (row) {
+#pragma omp single
+            share_out(linear, 1, threads, shares);
+        }
+        multiply_all(&(struct batch){linear, num, x + row * linear->inputs, out + row * linear->outputs}, shares,
+                     threads);
+    }
 }
 
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads)

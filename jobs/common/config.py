@@ -74,7 +74,7 @@ class PairConfig(Config):
     """Target and draft: a named pair, or a target with an optional draft, by hub id or local directory."""
 
     name: Annotated[str | None, tyro.conf.arg(name="pair")] = None
-    """A named pair (see README); by default the embedded smollm2-135m, unless a target is set."""
+    """A named pair (docs/your-own-pair.md); by default the embedded smollm2-135m, unless a target is set."""
     target: ModelName | None = None
     """Target by hub id or local directory."""
     draft: ModelName | None = None

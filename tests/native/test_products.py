@@ -72,8 +72,9 @@ def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_have_the_same_bits_by_any_number_of_threads(dtype: torch.dtype) -> None:
-    product, x = product_of(torch.randn(16 * 7, 64).to(dtype)), torch.randn(20, 64).to(dtype)
+@pytest.mark.parametrize("rows", [20, 1300])  # of more than 512 rows, inputs are converted in parts
+def test_products_have_the_same_bits_by_any_number_of_threads(dtype: torch.dtype, rows: int) -> None:
+    product, x = product_of(torch.randn(16 * 7, 64).to(dtype)), torch.randn(rows, 64).to(dtype)
     before, outputs = torch.get_num_threads(), []
     try:
         for num in (1, 2, 3, 9):
@@ -82,6 +83,7 @@ def test_products_have_the_same_bits_by_any_number_of_threads(dtype: torch.dtype
     finally:
         torch.set_num_threads(before)
     assert all(output.equal(outputs[0]) for output in outputs)
+    assert product(x[-7:]).equal(outputs[0][-7:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

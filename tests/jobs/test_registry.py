@@ -218,7 +218,7 @@ def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
 def test_a_killed_evaluation_mixes_no_figures(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill after each of the tags: results of two evaluations together never count."""
     old, new = (dataclasses.replace(GOOD, policy_speed=speed, num_prompts=num) for speed, num in ((30, 20), (40, 30)))
-    version = register(registry)
+    version = new_version(registry)
     write, num_left = registry._client.set_model_version_tag, 0
 
     def write_or_die(*arguments: str) -> None:
@@ -245,7 +245,7 @@ def test_a_promotion_without_evidence_is_recorded_first(registry: Registry, monk
     def die(*_: str) -> None:
         raise KeyboardInterrupt
 
-    register(registry)
+    new_version(registry)
     monkeypatch.setattr("mlflow.MlflowClient.set_registered_model_alias", die)
     with pytest.raises(KeyboardInterrupt):
         promote(PromoteConfig(model=MODEL, force=True))

@@ -28,6 +28,7 @@ UPDATE_EVERY = 16  # steps per update of the plans, and learned steps per update
 SHARE_OF_NEWS = 4  # updates are more frequent at first: after 1 / SHARE_OF_NEWS of the steps so far
 NUM_EARLY, SHARE_OF_LATER = 256, 4  # all of the first NUM_EARLY steps are learned from, then one in SHARE_OF_LATER
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which a step of the other kind measures its cost
+EARLY_PROBE, PROBE_SHARE = 16, 4  # without a measured cost: after EARLY_PROBE + 1 / PROBE_SHARE of the steps so far
 EXPLORE_EVERY = 4  # in one of this many drafting steps, one row drafts to its maximum depth
 EXPLORE_SHARE = 0.004  # of the plain step cost, to spend on drafts whose expected gain is below their cost
 MERGE_SHARE = (
@@ -87,9 +88,8 @@ class StepOutcome(NamedTuple):
 class Controller:
     """Chooses the depths and nodes that maximise tokens per second.
 
-    price: step cost, by default NOMINAL. Unless `follows` is False, a measured step cost is updated from the engine's
-    steps. Plain steps do not measure drafting, nor the reverse: PROBE_EVERY of one kind are followed by a probe of
-    the other.
+    price: step cost, by default NOMINAL. Unless `follows` is False, it is updated from the engine's steps. Plain
+    steps do not measure drafting, nor the reverse: PROBE_EVERY of one kind are followed by a probe of the other.
     """
 
     def __init__(self, model: AcceptanceModel, price: StepPrice | None = None, *, follows: bool = True) -> None:
@@ -98,7 +98,7 @@ class Controller:
         """May be read by any thread."""
         self.drafts = False
         """True if the latest step drafted. May be read by any thread."""
-        self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
+        self._live = LiveCost(self.price) if follows else None
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of other rows
         self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
         self._least_chance, self._merge_tokens = 0.0, 0.0  # as in Plans, by the latest plan
@@ -111,6 +111,12 @@ class Controller:
         self._proposal: Proposal | None = None
         self._unlearned = list[tuple[Proposal | None, Callable[[], VerifiedNodes]]]()
         self._num_alike = 0  # consecutive steps that drafted, or if negative, that did not
+
+    @property
+    def _probe_every(self) -> int:
+        """Steps of one kind after which a probe is due: fewer at first, if the step cost was not measured."""
+        early = PROBE_EVERY if self.price.is_measured else EARLY_PROBE + self._num_steps // PROBE_SHARE
+        return min(PROBE_EVERY, early)
 
     def cut_paths(self, paths: Paths) -> Paths | None:
         """Paths with their expected gains, cut where their tokens would save less than they cost.
@@ -143,7 +149,7 @@ class Controller:
         self._merge_tokens = plans.merge_tokens
         depths = self._depths(plans, rows, other_load)
         self._explore(depths, rows.deepest)
-        if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
+        if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= self._probe_every:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)

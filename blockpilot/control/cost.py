@@ -27,6 +27,7 @@ PRICE_FILE = "price.json"
 COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s", "experts_s")
 
 LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
+NOMINAL_SLOPES = 1.0  # SLOPES of a cost that was not measured
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift per step
 NUM_STEPS = 16  # steps per update
 NOISE = 0.12  # relative standard deviation of a step's seconds
@@ -123,6 +124,11 @@ class StepPrice:
     """Tokens of the first tile."""
     next_tile: int = TILE
     """Tokens of each further tile."""
+
+    @property
+    def is_measured(self) -> bool:
+        """False for NOMINAL, also after its coefficients were updated."""
+        return self.rows > 0
 
     @property
     def tiles(self) -> Tiles:
@@ -258,15 +264,21 @@ class LiveCost:
 
     def __init__(self, price: StepPrice, num_steps: int = NUM_STEPS) -> None:
         self.price, self._num_steps = price, num_steps
-        measured = price.coefficients
-        self._least = LEAST * measured
-        scale = np.maximum(measured, 1e-3 * measured.max())
-        scale[COEFFICIENTS.index("experts_s")] *= price.expert_share > 0  # 0 without experts, whose term is always 0
-        level, slopes = np.outer(scale, scale), np.diag(scale**2)
-        self._mean = measured
-        self._covariance = LEVEL**2 * level + SLOPES**2 * slopes
-        self._drift = LEVEL_STEP**2 * level + SLOPE_STEP**2 * slopes
+        self._is_scaled = price.is_measured
         self._seen: list[tuple[Load, float]] = []
+        self._start()
+
+    def _start(self) -> None:
+        """Prior at `price`."""
+        mean, slope = self.price.coefficients, SLOPES if self.price.is_measured else NOMINAL_SLOPES
+        self._least = LEAST * mean
+        scale = np.maximum(mean, 1e-3 * mean.max())
+        # 0 without experts, whose term is always 0
+        scale[COEFFICIENTS.index("experts_s")] *= self.price.expert_share > 0
+        level, slopes = np.outer(scale, scale), np.diag(scale**2)
+        self._mean = mean
+        self._covariance = LEVEL**2 * level + slope**2 * slopes
+        self._drift = LEVEL_STEP**2 * level + SLOPE_STEP**2 * slopes
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a step without prefill."""
@@ -278,6 +290,10 @@ class LiveCost:
         """Update with the observed steps; the error of an outlier is clipped."""
         loads, seconds = zip(*self._seen, strict=True)
         terms = np.array([load.terms(self.price.expert_share, self.price.tiles) for load in loads], dtype=float)
+        if not self._is_scaled:  # a nominal cost has no unit
+            unit = np.median(np.array(seconds) / (terms @ self._mean))
+            self.price, self._is_scaled = self.price.with_coefficients(unit * self._mean), True
+            self._start()
         self._covariance += len(loads) * self._drift
         self._seen = []
         expected, with_steps = terms @ self._mean, terms @ self._covariance

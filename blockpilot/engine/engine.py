@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
 from blockpilot.control.controller import Controller
+from blockpilot.control.cost import NOMINAL
 from blockpilot.engine.batch import Batch
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter, Proposer
@@ -78,7 +79,8 @@ class Engine:
         if isinstance(policy, Prior) and controller is not None:
             raise ValueError("policy: the prior of a controller's model is given to its AcceptanceModel")
         prior, self.policy = (policy, None) if isinstance(policy, Prior) else (UNTRAINED, policy)
-        self.controller = controller or Controller(AcceptanceModel(min(pair.block_size - 1, MAX_DEPTH), prior))
+        model = AcceptanceModel(min(pair.block_size - 1, MAX_DEPTH), prior)
+        self.controller = controller or Controller(model, replace(NOMINAL, is_sequential=pair.draft.is_sequential))
         self.pair = pair
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens

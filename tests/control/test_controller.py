@@ -188,6 +188,21 @@ def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> No
     assert not any(depth for depth, _ in run(fixed, 3 * PROBE_EVERY, [0.9]))
 
 
+@pytest.mark.parametrize(("launch_s", "drafts"), [(0.01, True), (0.5, False)])
+def test_without_a_measured_cost_drafting_stops_where_it_is_dear(launch_s: float, drafts: bool) -> None:
+    """The nominal cost says that drafting pays; the seconds of a hundred steps correct it, in any unit."""
+    dear = price(base_s=0.01, launch_s=launch_s, slot_s=1e-4, token_s=1e-3)
+    controller, drafted = Controller(AcceptanceModel(DEEPEST)), list[bool]()
+    for _ in range(400):
+        depth = int(controller.plan(greedy(1), ALONE)[0])
+        trees = trees_to_select([[0.8, 0.6, 0.4, 0.3][:depth]])
+        load = Load(1, depth, int(controller.select(trees, Load(1, depth))[0]) if depth else 0)
+        controller.learn(StepOutcome(load), dear.seconds(load))
+        drafted.append(depth > 0)
+    assert drafted[0]
+    assert np.mean(drafted[100:]) > 0.95 if drafts else np.mean(drafted[100:]) < 0.05
+
+
 def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
     """Drafting resumes although the initial step cost of a draft is far too high; it costs almost nothing."""
     controller = controller_of(price(launch_s=3.0))

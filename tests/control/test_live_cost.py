@@ -12,6 +12,7 @@ from blockpilot.control.cost import (
     LEVEL,
     LEVEL_STEP,
     NOISE,
+    NOMINAL,
     SLOPE_STEP,
     SLOPES,
     Array,
@@ -64,6 +65,17 @@ def test_a_level_that_changes_for_all_steps_is_followed_within_some_tens_of_step
     assert tracker.price.seconds(Load(4)) == pytest.approx(1.6 * MEASURED.seconds(Load(4)), rel=0.05)
     drafting = Load(4, 28, 28)
     assert tracker.price.seconds(drafting) == pytest.approx(1.6 * MEASURED.seconds(drafting), rel=0.1)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 50.0])
+@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0, 5.0, 2.5, 1.8, 3.0, 1.0, 1.0]], ids=str)
+def test_a_nominal_cost_becomes_that_of_the_steps(unit: float, factors: list[float]) -> None:
+    """In the steps' unit, although the nominal cost has none and its ratios are wrong by up to a factor of 5."""
+    tracker, true = LiveCost(NOMINAL), unit * NOMINAL.coefficients * factors
+    watched(tracker, true, list(mixed_loads(600)))
+    assert not tracker.price.is_measured
+    for load in mixed_loads(50, seed=2):
+        assert tracker.price.seconds(load) == pytest.approx(float(true @ load.terms()), rel=0.07)
 
 
 def test_a_stall_is_not_what_steps_take() -> None:

@@ -15,7 +15,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
-from blockpilot.types import Prefill, Request, Sampling
+from blockpilot.types import Prefill, Request, Sampling, Step
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.prices import price
 from helpers.worlds import knowing
@@ -68,8 +68,13 @@ def test_without_a_policy_every_step_is_chosen(tiny_pair: Pair) -> None:
     plain = generate(tiny_pair, prompt, block_size=1, max_new_tokens=num, stop_token_ids=NEVER)
     text = text_of(list(plain))
     pairs = [scripted_pair(tiny_pair, prompt + text, errors) for errors in (NEVER, frozenset(range(1000)))]
-    options = {"max_new_tokens": num, "stop_token_ids": NEVER, "lookup": False}
-    right, wrong = (list(generate(pair, prompt, **options)) for pair in pairs)  # type: ignore[arg-type]
+    request = Request(prompt, num, stop_token_ids=frozenset(NEVER), lookup=False)
+
+    def steps_of(pair: Pair) -> list[Step]:
+        controller = Controller(AcceptanceModel(pair.block_size - 1), follows=False)  # no step depends on the machine
+        return run(Engine(pair, controller=controller), [request])[0]
+
+    right, wrong = map(steps_of, pairs)
     assert text_of(right) == text_of(wrong) == text
     assert {step.num_accepted for step in right[1:-1]} == {tiny_pair.block_size - 1}
     assert [step.num_accepted for step in wrong] == [0] * num

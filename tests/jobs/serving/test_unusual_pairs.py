@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blockpilot.constraints.automaton import tokenizer_json
-from blockpilot.control.cost import NOMINAL
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import PairId, Sampling
 from helpers.api import ApiClient, client_of, replica_of, served
@@ -113,7 +112,7 @@ def alone(tiny_pair_dirs: tuple[Path, Path]) -> Iterator[Replica]:
 def test_auto_is_lookup_and_asks_no_registry(alone: Replica, tmp_path: Path) -> None:
     alone.reconfigure({"policy": "auto", "store": f"sqlite:///{tmp_path}/none.db", "folder": str(tmp_path)})
     assert alone.policy.watch is None
-    wait_until(lambda: alone.loop.engine.controller.price is not NOMINAL, limit_s=10)  # set by the engine's thread
+    wait_until(lambda: alone.loop.engine.controller.price.is_measured, limit_s=10)  # set by the engine's thread
     status = asyncio.run(alone.status())
     assert (status["draft"], status["policy"]) == ("none", {"name": "untrained", "version": None})
     assert (status["step_price_s"]["launch_s"], status["step_price_s"]["slot_s"]) == (0, 0)

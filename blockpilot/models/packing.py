@@ -20,6 +20,8 @@ from blockpilot.device import sent, tensor_on
 
 MOST_SCORES = 1 << 20  # scores of a batched product; more do not fit in the CPU's caches
 
+FEW_PADDED = 4096  # tokens of rows that attend together, however different their sizes: more calls would cost more
+
 
 class Packing:
     """Layout of the tokens of R rows: row r has sizes[r] tokens, from column and position starts[r] on.
@@ -63,15 +65,17 @@ class Packing:
 
     @cached_property
     def parts(self) -> Sequence["Packing"]:
-        """Packings of the rows that attend together: all, or those before and those after the cut."""
-        cut = self.num_blocks
-        if not 0 < cut < len(self.sizes):
+        """Packings of consecutive rows that attend together: the blocks, then texts of similar sizes."""
+        firsts = text_groups(self.sizes, self.num_blocks)
+        if self.num_blocks:
+            firsts = [0, *firsts]
+        if len(firsts) == 1:
             return [self]
-        before, after = slice(0, cut), slice(cut, None)
-        return [
-            Packing(self.sizes[before], self.starts[before], self._device, self.parents, cut),
-            Packing(self.sizes[after], self.starts[after], self._device),
-        ]
+        parts = list[Packing]()
+        for first, end in zip(firsts, [*firsts[1:], len(self.sizes)], strict=True):
+            parents, cut = (self.parents, end) if first < self.num_blocks else (None, 0)
+            parts.append(Packing(self.sizes[first:end], self.starts[first:end], self._device, parents, cut))
+        return parts
 
     @cached_property
     def _on_device(self) -> Tensor:
@@ -168,6 +172,19 @@ class Packing:
         """
         attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale, sinks)
         return self.pack(attended.transpose(1, 2))
+
+
+def text_groups(sizes: Sequence[int], first: int = 0) -> list[int]:
+    """First rows of groups of the rows from `first` on, whose tokens padded to the widest row are at most twice as
+    many, or at most FEW_PADDED.
+    """
+    starts, widest, total = list[int](), 0, 0
+    for row, size in enumerate(sizes[first:], first):
+        widest, total = max(widest, size), total + size
+        if not starts or (row + 1 - starts[-1]) * widest > max(FEW_PADDED, 2 * total):
+            starts.append(row)
+            widest = total = size
+    return starts
 
 
 def within(window: int, visible: Tensor, positions: Tensor, starts: Tensor) -> Tensor:

@@ -50,11 +50,13 @@ class DtypeChoice(NamedTuple):
 
 
 def fastest_dtype(device: torch.device) -> DtypeChoice:
-    """bfloat16 on a GPU, and on a CPU with exact layers in C; float32 elsewhere.
+    """bfloat16 on a GPU that multiplies it, and on a CPU with exact layers in C; float32 elsewhere.
 
     Layers in C are memory-bound, or multiply in float32 equally fast from both dtypes: bfloat16 is faster even on
     CPUs without bfloat16 instructions. With torch it would be slower there, and exact up to rounding only.
     """
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return DtypeChoice("float32", "a GPU without bfloat16 products")
     if device.type != "cpu":
         return DtypeChoice("bfloat16", "a GPU")
     if reason := reason_without(torch.bfloat16, device):
@@ -119,7 +121,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
         # One library per dtype: the sources are compiled for one.
         return _kept(("cc", *FLAGS, *_DEFINES[dtype], "-c"))
     except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
-        reason = "no C compiler" if isinstance(error, FileNotFoundError) else str(error)
+        is_missing = isinstance(error, FileNotFoundError) and error.filename == "cc"
+        reason = "no C compiler" if is_missing else str(error)
         _logger.warning("decoder layers by torch, which is slower, and exact up to rounding: %s", reason)
         return reason
 
@@ -134,13 +137,15 @@ def _kept(command: Sequence[str]) -> ctypes.CDLL:
             list(pool.map(lambda source: _run(folder, *command, str(source)), SOURCES))
         # Not linked to OpenMP: its calls use torch's OpenMP, and so share its threads.
         _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
-        library = ctypes.CDLL(str(Path(folder, "native.so")))
+        compiled = Path(folder, "native.so")
         try:
             with whole(file) as unfinished:
-                shutil.copyfile(Path(folder, "native.so"), unfinished)
+                shutil.copyfile(compiled, unfinished)
+            return ctypes.CDLL(str(file))
         except OSError as error:
             _logger.info("compiled functions are not kept: %s", error)
-        return library
+        # Not first: the folder of temporary files may not be executable.
+        return ctypes.CDLL(str(compiled))
 
 
 def _identity(command: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel
 from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
+from blockpilot.models import packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import Prefill, Request, Sampling, Step
@@ -87,6 +89,28 @@ def test_short_prompts_share_a_step(tiny_pair: Pair) -> None:
     ids = [engine.add(Request(LONG[:8], 40, block_size=1, stop_token_ids=NEVER)) for _ in range(5)]
     begun = [[step.request_id for step in engine.step() if step.prefill] for _ in range(2)]
     assert begun == [ids[:2], ids[2:]]  # the first step also took half of the third prompt
+
+
+@pytest.mark.parametrize("name", ["tiny_pair", "gemma_pair", "hybrid_pair", "eagle_pair"])
+def test_prompts_of_very_different_lengths_share_a_step(
+    name: str, in_c: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts are not padded to a long one; decoding rows attend in the same pass."""
+    monkeypatch.setattr(packing, "FEW_PADDED", 1)
+    pair, prompts = request.getfixturevalue(name), [LONG, LONG[:2], LONG[:3], LONG[5:], LONG[:1], LONG[3:50]]
+    assert packing.text_groups(list(map(len, prompts))) == [0, 2, 4]
+    engine = Engine(replace(pair), num_slots=len(prompts) + 1, max_length=128)
+    requests = [Request(prompt, 12, stop_token_ids=NEVER) for prompt in (LONG[7:], *prompts)]
+    texts = {engine.add(requests[0]): list[int]()}
+    for added in ([], requests[1:]):  # the first row decodes while the others are prefilled
+        texts |= {engine.add(request_): list[int]() for request_ in added}
+        for step in engine.step():
+            texts[step.request_id] += step.tokens
+    while not engine.idle:
+        for step in engine.step():
+            texts[step.request_id] += step.tokens
+    for request_, text in zip(requests, texts.values(), strict=True):
+        assert tuple(text) == plain_text(pair, request_.prompt_ids, 12, Sampling())
 
 
 def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

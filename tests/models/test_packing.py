@@ -1,6 +1,7 @@
 """Packed rows: padding and masks are right, and attention equals that of separate rows."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,6 +81,24 @@ def test_bfloat16_attends_as_float32_up_to_its_rounding(
     expected = grouped_attention(query.float(), key.float(), value.float(), folded(mask, 3, torch.float32), 0.125)
     assert attended.dtype == torch.bfloat16
     assert torch.allclose(attended.float(), expected, atol=0.02, rtol=0.02)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    cut=st.integers(0, 40),
+)
+@example(sizes=[8000] + [3] * 31, cut=0)
+def test_texts_that_attend_together_have_similar_sizes_or_are_short(sizes: list[int], cut: int) -> None:
+    cut = min(cut, len(sizes))
+    sizes = [min(size, 16) for size in sizes[:cut]] + sizes[cut:]
+    parts = Packing(sizes, [0] * len(sizes), CPU, cut=cut).parts
+    assert [size for part in parts for size in part.sizes] == sizes
+    assert [part.num_blocks for part in parts] == [cut, *[0] * (len(parts) - 1)]
+    for part in parts[cut > 0 :]:
+        assert len(part.sizes) * part.width <= max(packing.FEW_PADDED, 2 * part.num_tokens)
+    for part, after in pairwise(parts[cut > 0 :]):
+        joined = (*part.sizes, after.sizes[0])
+        assert len(joined) * max(joined) > max(packing.FEW_PADDED, 2 * sum(joined))
 
 
 @settings(deadline=None)

@@ -314,10 +314,12 @@ static inline __attribute__((always_inline)) void attend_some(
             store(*(const lanes *)(sums + q * dim + i) / totals[q], out[q] + i);
 }
 
-/* Prefetch `num` numbers that are read soon: otherwise each read would wait for memory separately. */
+enum { FETCHED = 1 << 15 }; /* numbers that stay in the level 2 cache until they are read */
+
+/* Prefetch the first of `num` numbers that are read soon: otherwise each read would wait for memory separately. */
 static void fetch(const stored *from, long num)
 {
-    for (long i = 0; i < num; i += 64 / sizeof(stored))
+    for (long i = 0; i < num && i < FETCHED; i += 64 / sizeof(stored))
         __builtin_prefetch(from + i);
 }
 

@@ -25,8 +25,8 @@ from blockpilot.native.growing import Nodes
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
 UPDATE_EVERY = 16  # steps per update of the plans, and learned steps per update of the regressions
-SHARE_OF_NEWS = 4  # updates are more frequent at first: after 1 / SHARE_OF_NEWS of the steps so far
-NUM_EARLY, SHARE_OF_LATER = 256, 4  # all of the first NUM_EARLY steps are learned from, then one in SHARE_OF_LATER
+UPDATE_DIVISOR = 4  # updates are more frequent at first: after 1 / UPDATE_DIVISOR of the steps so far
+NUM_EARLY, LEARN_EVERY = 256, 4  # all of the first NUM_EARLY steps are learned from, then one in LEARN_EVERY
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which a step of the other kind measures its cost
 EARLY_PROBE, PROBE_SHARE = 16, 4  # without a measured cost: after EARLY_PROBE + 1 / PROBE_SHARE of the steps so far
 EXPLORE_EVERY = 4  # in one of this many drafting steps, one row drafts to its maximum depth
@@ -40,20 +40,43 @@ class Planned(NamedTuple):
     """Rows that a controller plans: their kinds [R] (`AcceptanceModel.kinds`) and maximum depths [R]."""
 
     kinds: Array
-    deepest: Array
+    max_depths: Array
+
+
+class DepthPlan(NamedTuple):
+    """Plan of a step: depths [R] of the planned rows, and tokens per second [K] of every kind of row.
+
+    A node is verified if it saves more time at the rate of its row's kind than it costs (`Controller.select`).
+    """
+
+    depths: Array
+    rates: Array
+
+
+NO_RATES = np.zeros(0)
+"""Rates of a step without planned rows."""
+
+
+class PathLimits(NamedTuple):
+    """Limits of paths from lookup.
+
+    least_chance: acceptance probability at which a token saves as much time as it costs. merge_tokens: number of
+    accepted tokens that saves as much time as merging paths into a step costs.
+    """
+
+    least_chance: float
+    merge_tokens: float
 
 
 class Plans(NamedTuple):
     """Plans of every kind of row, and cached `Drafting` by the rows' kinds and maximum depths.
 
-    least_chance: acceptance probability at which a token saves as much time as it costs. merge_tokens: number of
-    accepted tokens that saves as much time as merging paths into a step costs. explored_s: seconds that every step
-    adds to the budget for exploration. least_cost_s: result of `choose.least_cost_s`.
+    explored_s: seconds that every step adds to the budget for exploration. least_cost_s: result of
+    `choose.least_cost_s`.
     """
 
     kind_plans: RowPlan
-    least_chance: float
-    merge_tokens: float
+    path_limits: PathLimits
     explored_s: float
     least_cost_s: float
     drafting_of: dict[tuple[bytes, bytes], Drafting]
@@ -70,7 +93,7 @@ class VerifiedNodes(NamedTuple):
     num_later: Array
     right: Array
     path_inputs: Array
-    path_drawn: Array
+    path_sampled: Array
     path_right: Array
 
 
@@ -79,6 +102,8 @@ class StepOutcome(NamedTuple):
 
     load: Load
     num_prompt_tokens: int = 0
+    proposal: Proposal | None = None
+    """The draft's choices, which `verified` refers to; None if no row drafted."""
     verified: Callable[[], VerifiedNodes] | None = None
     """Outcomes of the planned rows, computed when the controller learns from them."""
     has_captured: bool = False
@@ -100,15 +125,13 @@ class Controller:
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows else None
         self._plans_of = dict[tuple[int, Load], Plans]()  # by the number of rows, and the load of other rows
-        self._rates = np.zeros(0)  # tokens per second of every kind, by the latest plan
-        self._least_chance, self._merge_tokens = 0.0, 0.0  # as in Plans, by the latest plan
+        self._path_limits = PathLimits(0.0, 0.0)  # of the previous step: paths are cut before the step's plan
         self._num_planned = 0  # steps planned since the latest update of plans
         self._num_plans = 0  # steps planned in total
         self._num_steps = 0
         self._num_drafts = 0  # steps that drafted
         self._spare_s = 0.0  # budget for exploration
         self._grown = list[Trees]()
-        self._proposal: Proposal | None = None
         self._unlearned = list[tuple[Proposal | None, Callable[[], VerifiedNodes]]]()
         self._num_alike = 0  # consecutive steps that drafted, or if negative, that did not
 
@@ -123,16 +146,17 @@ class Controller:
 
         None if all paths together would save less than merging them into the step costs.
         """
-        cut = self.model.cut_paths(paths, self._least_chance)
-        saved = cut.gains.sum() - self._least_chance * cut.sizes.sum()
-        return cut if saved > self._merge_tokens else None
+        least_chance, merge_tokens = self._path_limits
+        cut = self.model.cut_paths(paths, least_chance)
+        saved = cut.gains.sum() - least_chance * cut.sizes.sum()
+        return cut if saved > merge_tokens else None
 
-    def kinds(self, drawn: Array, paths: Paths | None) -> Array:
-        """Kinds of rows [R], given `drawn` [R] (0 or 1) and their paths; there is one plan for each kind."""
-        return self.model.kinds(drawn, paths)
+    def kinds(self, sampled: Array, paths: Paths | None) -> Array:
+        """Kinds of rows [R], given `sampled` [R] (0 or 1) and their paths; there is one plan for each kind."""
+        return self.model.kinds(sampled, paths)
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        """Depths [R] of the next step's draft; other_load is the load of the other rows.
+    def plan(self, rows: Planned, other_load: Load) -> DepthPlan:
+        """Plan of the next step; other_load is the load of the other rows.
 
         Running means change slowly, so the plans for a load are reused until the next update.
         """
@@ -145,16 +169,14 @@ class Controller:
         if key not in self._plans_of:
             self._plans_of[key] = self._planned(*key)
         plans = self._plans_of[key]
-        self._rates, self._least_chance = plans.kind_plans.rate, plans.least_chance
-        self._merge_tokens = plans.merge_tokens
+        self._path_limits = plans.path_limits
         depths = self._depths(plans, rows, other_load)
-        self._explore(depths, rows.deepest)
+        self._explore(depths, rows.max_depths)
         if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= self._probe_every:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
-                depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
-        self._proposal = None
-        return depths
+                depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.max_depths)
+        return DepthPlan(depths, plans.kind_plans.rate)
 
     def _planned(self, num_rows: int, other_load: Load) -> Plans:
         """New plans for `num_rows` rows together with the other load."""
@@ -162,8 +184,8 @@ class Controller:
         kind_plans = plan_rows(self.model.expected(), *beside)
         load = other_load._replace(rows=other_load.rows + num_rows)
         rate, plain_s = float(kind_plans.rate.min()), self.price.seconds(load)
-        chances = rate * self.price.mean_token_s(load), rate * MERGE_SHARE * plain_s
-        return Plans(kind_plans, *chances, EXPLORE_SHARE * plain_s, least_cost_s(kind_plans, *beside), {})
+        limits = PathLimits(rate * self.price.mean_token_s(load), rate * MERGE_SHARE * plain_s)
+        return Plans(kind_plans, limits, EXPLORE_SHARE * plain_s, least_cost_s(kind_plans, *beside), {})
 
     def _depths(self, plans: Plans, rows: Planned, other_load: Load) -> Array:
         """Best depths [R]. If no draft saves time, drafts occasionally, at a cost bounded by EXPLORE_SHARE.
@@ -173,8 +195,8 @@ class Controller:
         spare_s = self._spare_s + plans.explored_s
         if plans.least_cost_s > 0 and spare_s < max(self.price.launch_s, plans.least_cost_s):
             self._spare_s = spare_s
-            return np.zeros_like(rows.deepest)
-        key = rows.kinds.tobytes(), rows.deepest.tobytes()
+            return np.zeros_like(rows.max_depths)
+        key = rows.kinds.tobytes(), rows.max_depths.tobytes()
         if key not in plans.drafting_of:
             plans.drafting_of[key] = best_drafting(plans.kind_plans, *rows, self.price, other_load)
         drafting = plans.drafting_of[key]
@@ -186,7 +208,7 @@ class Controller:
             self._spare_s -= cost_s
         return drafting.depths.copy()
 
-    def _explore(self, depths: Array, deepest: Array) -> None:
+    def _explore(self, depths: Array, max_depths: Array) -> None:
         """Set, in place, one row's depth to its maximum in one of EXPLORE_EVERY drafting steps.
 
         This keeps the means of large depths up to date. Not for a sequential draft: each depth takes a pass.
@@ -197,7 +219,7 @@ class Controller:
         num_explored, remainder = divmod(self._num_drafts, EXPLORE_EVERY)
         if not remainder:
             row = num_explored % len(depths)
-            depths[row] = deepest[row]
+            depths[row] = max_depths[row]
 
     def _observe(self) -> None:
         """Update the acceptance model with the trees grown since the latest update."""
@@ -212,22 +234,24 @@ class Controller:
 
     def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
         """Acceptance probabilities of choices in slots [N] below the anchor; the draft's if not planned [N]."""
-        self._proposal = self.model.propose(planned, choices, slots)
-        return self._proposal
+        return self.model.propose(planned, choices, slots)
 
-    def select(self, trees: Trees, drafted: Load) -> Array:
-        """Number of nodes to verify of every tree, [R]."""
+    def select(self, trees: Trees, rates: Array, drafted: Load) -> Array:
+        """Number of nodes to verify of every tree, [R], at the rates [K] of the step's plan.
+
+        drafted: the step's load without these nodes.
+        """
         if self._grown and self._grown[-1].nodes.tokens.shape[1] != trees.nodes.tokens.shape[1]:  # another engine
             self._observe()
         self._grown.append(trees)
-        return choose_nodes(trees, self.price, drafted, self._rates[trees.kinds])
+        return choose_nodes(trees, self.price, drafted, rates[trees.kinds])
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from the outcome of a step, and from its duration in seconds."""
         self._num_steps += 1
-        is_learned = self._num_steps <= NUM_EARLY or self._num_steps % SHARE_OF_LATER == 0
+        is_learned = self._num_steps <= NUM_EARLY or self._num_steps % LEARN_EVERY == 0
         if outcome.verified is not None and is_learned:
-            self._unlearned.append((self._proposal, outcome.verified))
+            self._unlearned.append((outcome.proposal, outcome.verified))
         if self._unlearned and _is_due(len(self._unlearned), self._num_steps):
             self._learn_nodes()
         load = outcome.load
@@ -256,7 +280,7 @@ class Controller:
 
 def _is_due(num_since: int, num_steps: int) -> bool:
     """True if an update is due `num_since` steps after the latest one, given `num_steps` steps so far."""
-    return num_since >= min(UPDATE_EVERY, 1 + num_steps // SHARE_OF_NEWS)
+    return num_since >= min(UPDATE_EVERY, 1 + num_steps // UPDATE_DIVISOR)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ these tokens, also while a row decodes plainly: a gap in the draft's context wou
 enter the cache together before the row drafts: one token at a time would cost 3% of a plain step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.acceptance import Array, Paths
-from blockpilot.control.controller import Controller, Planned, StepOutcome
+from blockpilot.control.controller import NO_RATES, Controller, Planned, StepOutcome, VerifiedNodes
 from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
 from blockpilot.drafts.base import Draft, DraftRequest, PreparedDraft
@@ -68,16 +68,16 @@ class Drafter:
 
         paths [R] are the accepted paths of blocks, chosen [M] the target's choices.
         """
-        final, following = batch.final(paths), batch.following(chosen)
+        accepted, next_tokens = batch.accepted_indices(paths), batch.next_tokens(chosen)
         # One copy for all rows: one per row would be a GPU kernel each.
-        all_indices, end = list(chain.from_iterable(final.values())), 0
+        all_indices, end = list(chain.from_iterable(accepted.values())), 0
         if len(all_indices) == len(features):  # in order, as in a plain step
-            final_features = features.clone()
+            accepted_features = features.clone()
         else:
-            final_features = features.index_select(0, tensor_on(features.device, all_indices))
-        for row, indices in final.items():
-            row.features.append(final_features[end : end + len(indices)])
-            row.following += [following[index] for index in indices]
+            accepted_features = features.index_select(0, tensor_on(features.device, all_indices))
+        for row, indices in accepted.items():
+            row.features.append(accepted_features[end : end + len(indices)])
+            row.next_tokens += [next_tokens[index] for index in indices]
             end += len(indices)
 
     def update_cache(self, rows: Sequence[Row], slots: Sequence[int]) -> Tensor | None:
@@ -88,23 +88,23 @@ class Drafter:
         """
         # 1. Flattened pending tokens of all rows; those of a row start after its cached tokens.
         pending, pending_slots, sizes, starts = list[Row](), list[int](), list[int](), list[int]()
-        features, following = list[Tensor](), list[int]()
+        features, next_tokens = list[Tensor](), list[int]()
         for row, slot in zip(rows, slots, strict=True):
-            if row.following:
+            if row.next_tokens:
                 pending.append(row)
                 pending_slots.append(slot)
-                sizes.append(len(row.following))
-                starts.append(row.num_drafted_from)
+                sizes.append(len(row.next_tokens))
+                starts.append(row.num_draft_cached)
                 features += row.features
-                following += row.following
+                next_tokens += row.next_tokens
         if not pending:
             return None
         # 2. One pass of the draft's context projection.
         packing = Packing(sizes, starts, features[0].device)
-        vectors = self._draft.update_cache(torch.cat(features), following, pending_slots, packing, self.cache)
+        vectors = self._draft.update_cache(torch.cat(features), next_tokens, pending_slots, packing, self.cache)
         for row, size in zip(pending, sizes, strict=True):
-            row.num_drafted_from += size
-            row.features, row.following = [], []
+            row.num_draft_cached += size
+            row.features, row.next_tokens = [], []
         return vectors
 
 
@@ -112,7 +112,7 @@ class Drafts(NamedTuple):
     """The draft stage's result for R rows: trees to verify, and the data that the controller learns from."""
 
     trees: Sequence[Tree]
-    grown: GrownTrees
+    grown: GrownTrees | None
     candidates: StepCandidates | None
     load: Load
     """Load of the step, in which num_verified counts only rows of fixed block sizes."""
@@ -128,9 +128,12 @@ class Drafts(NamedTuple):
     ) -> StepOutcome:
         """Outcome of the step, given the accepted paths [R] of the trees."""
         load = self.load._replace(num_verified=sum([len(tree.tokens) for tree in self.trees]))
-        # Computed later, for many steps together: between passes that read all weights, every line of Python is slow.
-        node_outcomes = partial(verified, rows, self.grown, accepted, steps, self.candidates)
-        return StepOutcome(load, num_prompt_tokens, node_outcomes if self.grown.slots else None, has_captured)
+        proposal = None if self.candidates is None else self.candidates.proposal
+        verified_nodes: Callable[[], VerifiedNodes] | None = None
+        if self.grown is not None:
+            # Computed later, for many steps together: between passes that read all weights, Python is slow.
+            verified_nodes = partial(verified, rows, self.grown, accepted, steps, self.candidates)
+        return StepOutcome(load, num_prompt_tokens, proposal, verified_nodes, has_captured)
 
 
 class Proposer:
@@ -138,7 +141,7 @@ class Proposer:
 
     def __init__(self, drafter: Drafter, lookup: Lookup, draft: Draft, max_block_size: int) -> None:
         self._drafter, self._lookup = drafter, lookup
-        self._deepest, self._most = min(draft.block_size - 1, MAX_DEPTH), max_block_size - 1
+        self._draft_depth, self._most = min(draft.block_size - 1, MAX_DEPTH), max_block_size - 1
         self._passes = partial(passes, is_sequential=draft.is_sequential)
 
     def propose(self, rows: Sequence[Row], controller: Controller, num_prompt_tokens: int = 0) -> Drafts:
@@ -146,34 +149,38 @@ class Proposer:
 
         num_prompt_tokens: prompt tokens that are prefilled in the same step.
         """
-        drawn = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
+        sampled = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
         # 1. Paths from prompt lookup, and the kinds of rows; rows of one kind share a plan.
-        paths = self._lookup.paths(rows, drawn, self._most, controller.cut_paths)
-        kinds = controller.kinds(drawn, paths)
+        paths = self._lookup.paths(rows, sampled, self._most, controller.cut_paths)
+        kinds = controller.kinds(sampled, paths)
         # 2. The depth of each row, and one pass of the draft over the rows that draft.
-        depths = self._depths(rows, kinds, controller)
+        depths, rates = self._depths(rows, kinds, controller)
         candidates = self._candidates(rows, depths, paths, controller)
         # 3. Trees, of as many nodes as the controller selects.
         load = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths))
         beside_prompts = load._replace(num_prompt_tokens=num_prompt_tokens)
-        grown = grow_all(rows, candidates, kinds, partial(controller.select, drafted=beside_prompts), self._most)
-        tree_of = dict(zip(grown.slots, grown.trees, strict=True))
-        return Drafts([tree_of.get(slot, NO_TREE) for slot in range(len(rows))], grown, candidates, load)
+        select = partial(controller.select, rates=rates, drafted=beside_prompts)
+        grown = grow_all(rows, candidates, kinds, select, self._most)
+        trees = [NO_TREE] * len(rows) if grown is None else grown.trees
+        return Drafts(trees, grown, candidates, load)
 
-    def _depths(self, rows: Sequence[Row], kinds: Array, controller: Controller) -> list[int]:
-        """Depths [R] of rows of these kinds [R]: positions that the draft proposes tokens for."""
-        depths = [0 if row.adapts else row.next_depth(self._deepest) for row in rows]
+    def _depths(self, rows: Sequence[Row], kinds: Array, controller: Controller) -> tuple[list[int], Array]:
+        """Depths [R] of rows of these kinds [R]: positions that the draft proposes tokens for.
+
+        Also the rates that the controller selects nodes by (`DepthPlan`), empty if it plans no row.
+        """
+        depths = [0 if row.adapts else row.fixed_depth(self._draft_depth) for row in rows]
         adapting = [r for r, row in enumerate(rows) if row.adapts]
         if not adapting:
-            return depths
+            return depths, NO_RATES
         # Rows of fixed block sizes are a load that the controller cannot change.
         fixed_load = Load(len(rows) - len(adapting), sum(depths), num_fixed(rows), self._passes(depths))
-        deepest = min(self._deepest, controller.model.deepest)
-        most = np.array([rows[r].most_depth(deepest) for r in adapting], dtype=int)
-        chosen = controller.plan(Planned(kinds[adapting], most), fixed_load)
-        for r, depth in zip(adapting, chosen.tolist(), strict=True):
+        draft_depth = min(self._draft_depth, controller.model.deepest)
+        max_depths = np.array([rows[r].draftable_depth(draft_depth) for r in adapting], dtype=int)
+        plan = controller.plan(Planned(kinds[adapting], max_depths), fixed_load)
+        for r, depth in zip(adapting, plan.depths.tolist(), strict=True):
             depths[r] = depth
-        return depths
+        return depths, plan.rates
 
     def _candidates(
         self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None, controller: Controller
@@ -187,9 +194,7 @@ class Proposer:
             many = any(row.is_tree or row.looks_up or row.adapts or row.automaton is not None for row in drafting)
             self._drafter.update_cache(drafting, slots)
             choices = self._drafter.propose(drafting, slots, positive_depths, NUM_CANDIDATES if many else 1)
-            candidates = score_candidates(
-                choices, slots, [row.adapts for row in drafting], positive_depths, controller
-            )
+            candidates = score_candidates(choices, [row.adapts for row in rows], depths, controller)
         # 2. Paths from prompt lookup, merged with these choices, also for rows that do not draft.
         if paths is not None and paths.sizes.any():
             candidates = merge_paths(candidates, paths, controller.model.paths.weights)

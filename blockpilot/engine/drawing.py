@@ -25,12 +25,12 @@ def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) ->
 
     An exception in an automaton fails only its row (`Row.error`).
     """
-    draws, scored = batch.draws, batch.scored
+    draws, rows = batch.draws, [*batch.blocks, *batch.complete_prompts]
     if not draws:
         return []
     # 1. Logits processors change a copy, given the row's text and, in a tree, each node's path.
     processed = dict[Row, Tensor]()
-    for row, tree, span in scored:
+    for row, tree, _, span in rows:
         if row.processor is not None:
             positions = [position for position, _ in draws[span]]
             processed[row] = row.processor(logits[span], row.tokens, positions, paths_of(tree))
@@ -39,7 +39,7 @@ def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) ->
         chosen = _sample(logits, draws, graphs)
     else:
         unprocessed_ids, processed_ids = list[int](), list[int]()
-        for row, _, span in scored:
+        for row, _, _, span in rows:
             (processed_ids if row in processed else unprocessed_ids).extend(range(span.start, span.stop))
         chosen = [NO_TOKEN] * len(draws)
         all_processed = torch.cat(list(processed.values()))
@@ -47,7 +47,7 @@ def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) ->
             for i, token in zip(indices, _sample(values, [draws[i] for i in indices], graphs), strict=True):
                 chosen[i] = token
     # 3. Constrained rows correct their choices; a row whose automaton fails has only NO_TOKEN.
-    for row, tree, span in scored:
+    for row, tree, _, span in rows:
         if row.automaton is not None and row.error is None:
             try:
                 row_logits = logits[span]

@@ -152,10 +152,9 @@ class Engine:
         request_id, self._next_id = self._next_id, self._next_id + 1
         text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
-        row = Row(request_id, request, limit, list(request.prompt_ids), text)
+        row = Row(request_id, request, limit, list(request.prompt_ids), text, block_size=request.block_size)
         row.automaton = None if request.constraint is None else request.constraint.start()
         row.processor = LogitsProcessor.of(request)
-        row.block_size = request.block_size or 0
         row.can_draft = self.pair.has_draft and request.block_size != 1
         self._waiting.append(row)
         return request_id
@@ -234,12 +233,12 @@ class Engine:
         """One pass of the target: the logits [M, vocab] of its choices, and the features [N, F] of all tokens for the
         draft's context, None if no row may draft.
         """
-        packing, rows = batch.packing, batch.rows
-        view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
-        scored = self._target.score(batch.tokens, view, packing, features=any(row.can_draft for row in rows))
-        for row, span in batch.prompts:
+        packing = batch.packing
+        view = self._cache.view(packing.rows, packing.columns, slice(0, len(packing.sizes)), packing.length)
+        scored = self._target.score(batch.tokens, view, packing, features=batch.may_draft)
+        for row, _, span, _ in batch.prompts:
             row.note_prompt(self._target.logits, scored.hidden[span])
-        return self._target.logits(batch.read_from(scored.hidden)), scored.features
+        return self._target.logits(batch.scored_states(scored.hidden)), scored.features
 
     # --- commit and retire ---
 
@@ -248,27 +247,27 @@ class Engine:
 
         Returns the steps, and the accepted paths of the blocks.
         """
-        num = batch.num_block_tokens
         chosen = choose_tokens(batch, logits, self._cache.graphs)
         steps, paths = self._verify(batch, logits, chosen)
         contexts = self._update_draft(batch, paths, chosen, features)
-        for row, span in batch.prompts:
-            row.num_cached += span.stop - span.start
-            self._partial = None if row in batch.ends else row
-        if batch.ends:
-            steps += self._begin(list(batch.ends), logits[num:].float(), chosen[num:], contexts)
+        for prompt in batch.prompts:
+            prompt.row.num_cached += prompt.tokens.stop - prompt.tokens.start
+            self._partial = None if prompt.is_complete else prompt.row
+        if complete := batch.complete_prompts:
+            num = batch.num_block_tokens
+            steps += self._begin([prompt.row for prompt in complete], logits[num:].float(), chosen[num:], contexts)
         return steps, paths
 
     def _verify(self, batch: Batch, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
         """Steps and accepted paths of the decoding rows."""
-        packing, steps, paths = batch.packing, [], []
-        for row, tree, first in zip(batch.rows, batch.trees, packing.firsts, strict=False):
-            path, span = [0], slice(first, first + 1 + len(tree.tokens))
+        steps, paths = [], []
+        for row, tree, _, span in batch.blocks:
+            path = [0]
             with self._isolated(row):
                 path, step = row.verify(tree, chosen[span], logits[span])
                 steps.append(step)
             paths.append(path)
-        self._cache.accept(packing.starts, paths)
+        self._cache.accept(batch.packing.starts, paths)
         return steps, paths
 
     def _update_draft(
@@ -282,14 +281,15 @@ class Engine:
             return {}
         self._drafter.note(batch, paths, chosen, features)
         # Accepted tokens of blocks wait until the row drafts: one pass over many costs less than many passes.
-        first_prompt, due = len(batch.trees), dict[int, Row]()
-        for slot, row in enumerate(batch.rows):
-            if slot >= first_prompt or len(row.following) >= MAX_PENDING:
-                due[slot] = row
-        end, end_of = 0, dict[Row, int]()
-        for row in due.values():
-            end += len(row.following)
-            if row in batch.ends and row.following:
+        due = dict[int, Row]()
+        for slot, block in enumerate(batch.blocks):
+            if len(block.row.next_tokens) >= MAX_PENDING:
+                due[slot] = block.row
+        end, end_of = sum([len(row.next_tokens) for row in due.values()]), dict[Row, int]()
+        for slot, prompt in enumerate(batch.prompts, len(batch.blocks)):
+            row = due[slot] = prompt.row
+            end += len(row.next_tokens)
+            if prompt.is_complete and row.next_tokens:
                 end_of[row] = end
         vectors = self._drafter.update_cache(list(due.values()), list(due))
         return {} if vectors is None else {row: vectors[end - 1] for row, end in end_of.items()}
@@ -333,12 +333,8 @@ class Engine:
             self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
-        """Fix a row's block size by the policy, or let the controller choose at every step."""
-        if row.block_size:
-            return
-        if self.policy is None:
-            row.adapts = True
-        else:
+        """Fix a row's block size by the policy, if there is one and the request does not fix it."""
+        if row.block_size is None and self.policy is not None:
             row.block_size = self.policy(prefill)
             self._limits.check_block_size(row.block_size, "the policy's block size", lookup=row.request.lookup)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from blockpilot.control.acceptance import OF_PATH, Array, Paths
+from blockpilot.control.acceptance import OF_PATH, Array, Paths, Proposal
 from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, VerifiedNodes
 from blockpilot.drafts.choices import ConditionalCandidates
@@ -20,20 +20,21 @@ from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, choices_of, tree_order
 from blockpilot.native.growing import Lists, Nodes, OrderedNodes, grow, ordered, with_paths
 from blockpilot.native.library import has_functions
-from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Step, Tree
+from blockpilot.types import DRAFTED, LOOKED_UP, NO_TREE, Candidates, Step, Tree
 
 
 class StepCandidates(NamedTuple):
-    """Candidates for R rows, in `slots` of the batch: a draft's choices for `drafted` [R] positions, and paths.
+    """Candidates for the R decoding rows of a step: a draft's choices for `drafted` [R] positions, and paths.
 
-    drawn [R]: 1 for rows with a temperature above 0, 0 for greedy ones; None without paths. unknown: index of the
-    next slot's list after a token that is not one of the choices (`Slots.unknown`).
+    proposal: the draft's choices with their acceptance probabilities; None if no row drafts. sampled [R]: 1 for rows
+    with a temperature above 0, 0 for greedy ones; None without paths. unknown: index of the next slot's list after a
+    token that is not one of the choices (`Slots.unknown`).
     """
 
-    slots: Sequence[int]
     drafted: Array
     lists: Lists
-    drawn: Array | None = None
+    proposal: Proposal | None = None
+    sampled: Array | None = None
     unknown: int = 0
 
     def row_slots(self, r: int) -> Slots:
@@ -54,12 +55,11 @@ class StepCandidates(NamedTuple):
 
 def score_candidates(
     proposed: Candidates | ConditionalCandidates,
-    slots: Sequence[int],
     adapts: Sequence[bool],
     depths: Sequence[int],
     controller: Controller,
 ) -> StepCandidates:
-    """A draft's choices, with acceptance probabilities, for rows [R] in `slots`: depths[r] positions of row r.
+    """A draft's choices for depths[r] positions of each row [R], 0 if it does not draft, with their probabilities.
 
     adapts [R]: rows whose depth the controller planned.
     """
@@ -75,24 +75,21 @@ def score_candidates(
     proposal = controller.propose(planned, choices, below)
     tokens = np.ascontiguousarray(choices.tokens.numpy(force=True), dtype=np.int64).reshape(shape)
     lists = Lists(firsts, drafted, tokens, proposal.chances.reshape(-1, *shape), next_lists)
-    return StepCandidates(slots, drafted, lists, unknown=0 if links is None else -1)
+    return StepCandidates(drafted, lists, proposal, unknown=0 if links is None else -1)
 
 
 def merge_paths(draft_candidates: StepCandidates | None, paths: Paths, weights: Array) -> StepCandidates:
-    """Merge the paths of all rows of a step into the draft's candidates; weights: those of the path regression."""
-    draft_candidates = draft_candidates or NOTHING_DRAFTED
-    slots, lists, drafted = list(draft_candidates.slots), draft_candidates.lists, draft_candidates.drafted
-    if carried := set(np.flatnonzero(paths.sizes).tolist()).difference(slots):
-        slots = sorted({*slots, *carried})
-        firsts, drafted = np.zeros((2, len(slots)), dtype=np.int64)
-        indices = [slots.index(slot) for slot in draft_candidates.slots]
-        firsts[indices], drafted[indices] = lists.firsts, draft_candidates.drafted
-        lists = lists._replace(firsts=firsts, depths=drafted)
-    is_whole = len(slots) == len(paths.sizes)
-    tokens, sizes, matches, drawn = (values if is_whole else values[slots] for values in paths[:4])
-    merged = with_paths(lists, draft_candidates.unknown == 0, tokens, sizes, matches, drawn, weights)
-    unknown = -1 if draft_candidates.unknown < 0 else draft_candidates.unknown + 1
-    return StepCandidates(slots, drafted, merged, drawn, unknown)
+    """Merge the paths of rows [R] into the draft's candidates; weights: those of the path regression."""
+    drafted, lists, proposal, _, unknown = draft_candidates or _nothing_drafted(len(paths.sizes))
+    merged = with_paths(lists, unknown == 0, paths.tokens, paths.sizes, paths.known, paths.drawn, weights)
+    return StepCandidates(drafted, merged, proposal, paths.drawn, -1 if unknown < 0 else unknown + 1)
+
+
+@lru_cache(maxsize=64)
+def _nothing_drafted(num_rows: int) -> StepCandidates:
+    """Candidates of rows that do not draft."""
+    zeros, no_choices = np.zeros(num_rows, dtype=np.int64), np.zeros((0, 0, 0), dtype=np.int64)
+    return StepCandidates(zeros, Lists(zeros, zeros, no_choices, np.zeros((1, 0, 0, 0)), no_choices), unknown=-1)
 
 
 @lru_cache(maxsize=64)
@@ -105,78 +102,66 @@ def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int)
     return firsts, drafted, below.repeat(num_lists), np.array(adapts).repeat(drafted).repeat(num_lists)
 
 
-_NONE = np.zeros((2, 0), dtype=np.int64)
-_NO_CHOICES = np.zeros((2, 0, 0, 0), dtype=np.int64)
-NOTHING_DRAFTED = StepCandidates(
-    (), _NONE[0], Lists(_NONE[0], _NONE[1], _NO_CHOICES[0], np.zeros((1, 0, 0, 0)), _NO_CHOICES[1]), unknown=-1
-)
-
 Select = Callable[[Trees], Array]
 """Maps R trees to the number of nodes to verify of each, [R]."""
 
 
 class GrownTrees(NamedTuple):
-    """Nodes grown for G rows of a step, of which the first sizes[g] are verified, and the trees of these.
+    """Nodes grown for rows [R], of which the first sizes[r] are verified, and the trees of these.
 
-    slots [G]: the rows' slots in the batch. indices [G, 1 + M]: index of the anchor and of every verified node in the
-    row's tree.
+    indices [R, 1 + M]: index of the anchor and of every verified node in the row's tree.
     """
 
-    slots: Sequence[int]
     nodes: Nodes
     sizes: Array
     indices: Array
     trees: Sequence[Tree]
 
 
-_NO_NODES = np.zeros((0, 0), dtype=np.int64)
-NOTHING_GROWN = GrownTrees((), Nodes._make([*[_NO_NODES] * 8, _NONE[0]]), _NONE[0], _NO_NODES, ())
-
-
 def grow_all(
     rows: Sequence[Row], candidates: StepCandidates | None, kinds: Array, select: Select, most: int
-) -> GrownTrees:
-    """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits those that adapt."""
-    limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
-    index_of = {slot: i for i, slot in enumerate(candidates.slots)} if candidates is not None else {}
+) -> GrownTrees | None:
+    """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits those that adapt.
+
+    None if no row has candidates or an automaton.
+    """
+    constrained = [r for r, row in enumerate(rows) if row.automaton is not None]
+    if candidates is None and not constrained:
+        return None
     # 1. Trees grow in C; in Python for rows with an automaton, which may force tokens that are not candidates.
-    in_c, in_python = list[int](), list[int]()
-    for slot, row in enumerate(rows):
-        if row.automaton is not None or (slot in index_of and not has_functions()):
-            in_python.append(slot)
-        elif slot in index_of:
-            in_c.append(slot)
-    slots = [*in_c, *in_python]
-    if not slots:
-        return NOTHING_GROWN
-    parts = [_grown(candidates, rows, in_c, index_of, limits, most)] if candidates is not None and in_c else []
-    if in_python:
-        nodes_of = [_isolated(rows[slot], candidates, index_of.get(slot), limits[slot]) for slot in in_python]
-        parts.append(as_arrays(nodes_of, most))
-    nodes = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
+    limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
+    nodes = None
+    if candidates is not None and len(constrained) < len(rows) and has_functions():
+        nodes = _grown(candidates.lists, rows, limits, most)
+    if nodes is None:
+        nodes = as_arrays([_isolated(row, candidates, r, limits[r]) for r, row in enumerate(rows)], most)
+    elif constrained:
+        constrained_nodes = [_isolated(rows[r], candidates, r, limits[r]) for r in constrained]
+        for values, constrained_values in zip(nodes, as_arrays(constrained_nodes, most), strict=True):
+            values[constrained] = constrained_values
     # 2. The number of nodes to verify: the controller selects it for rows that adapt.
     sizes: Array = nodes.num
-    drafted = np.zeros(len(rows), dtype=np.int64)
-    if candidates is not None:
-        drafted[list(candidates.slots)] = candidates.drafted
-    adapting = [i for i, slot in enumerate(slots) if rows[slot].adapts]
-    if len(adapting) == len(slots):
-        sizes = select(Trees(kinds[slots], drafted[slots], nodes))
+    drafted = np.zeros_like(kinds) if candidates is None else candidates.drafted
+    adapting = [r for r, row in enumerate(rows) if row.adapts]
+    if len(adapting) == len(rows):
+        sizes = select(Trees(kinds, drafted, nodes))
     elif adapting:
-        chosen = np.array(slots)[adapting]
         adapting_nodes = Nodes._make(values[adapting] for values in nodes)
         sizes = sizes.copy()
-        sizes[adapting] = select(Trees(kinds[chosen], drafted[chosen], adapting_nodes))
-    return GrownTrees(slots, nodes, sizes, *trees_of(nodes, sizes))
+        sizes[adapting] = select(Trees(kinds[adapting], drafted[adapting], adapting_nodes))
+    return GrownTrees(nodes, sizes, *trees_of(nodes, sizes))
 
 
 def trees_of(nodes: Nodes, sizes: Array) -> tuple[Array, list[Tree]]:
     """Indices [R, 1 + M] of anchor and nodes in their tree, and the trees of every row's first sizes[r] nodes."""
     in_order = (ordered(nodes, sizes) if has_functions() else None) or _ordered(nodes, sizes)
-    tokens, parents, sources = (values.tolist() for values in in_order[1:])
+    sizes_of_rows = sizes.tolist()
+    largest = max(sizes_of_rows)
+    tokens, parents, sources = (values[:, :largest].tolist() for values in in_order[1:])
     trees = list[Tree]()
-    for r, size in enumerate(sizes.tolist()):
-        trees.append(Tree(tuple(tokens[r][:size]), tuple(parents[r][:size]), tuple(sources[r][:size])))
+    for r, size in enumerate(sizes_of_rows):
+        tree = Tree(tuple(tokens[r][:size]), tuple(parents[r][:size]), tuple(sources[r][:size])) if size else NO_TREE
+        trees.append(tree)
     return in_order.indices, trees
 
 
@@ -203,30 +188,17 @@ def as_arrays(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
     return Nodes._make([*arrays, np.array(list(map(len, trees)))])
 
 
-def _grown(
-    candidates: StepCandidates,
-    rows: Sequence[Row],
-    slots: Sequence[int],
-    index_of: dict[int, int],
-    limits: Sequence[int],
-    most: int,
-) -> Nodes:
-    """Nodes of the rows in `slots`, grown in C: trees of all choices, or chains of the first choices.
-
-    index_of: each slot's index in `candidates`.
-    """
-    lists, indices = candidates.lists, [index_of[slot] for slot in slots]
-    if len(indices) < len(index_of):
-        lists = lists._replace(firsts=lists.firsts[indices], depths=lists.depths[indices])
-    widest = np.array([lists.next_lists.shape[2] if rows[slot].is_tree else 1 for slot in slots])
-    sizes = np.array([limits[slot] for slot in slots])
-    sizes = np.where(widest > 1, sizes, np.minimum(sizes, lists.depths))
+def _grown(lists: Lists, rows: Sequence[Row], limits: Sequence[int], most: int) -> Nodes:
+    """Nodes of rows [R], grown in C: trees of all choices, or chains of first choices; none under an automaton."""
+    width = lists.next_lists.shape[2]
+    widest = np.array([width if row.is_tree else 1 for row in rows])
+    sizes = np.array([limit if row.automaton is None else 0 for limit, row in zip(limits, rows, strict=True)])
     nodes = grow(lists, sizes, widest, most)
     assert nodes is not None
     return nodes
 
 
-def _isolated(row: Row, candidates: StepCandidates | None, r: int | None, limit: int) -> list[Node]:
+def _isolated(row: Row, candidates: StepCandidates | None, r: int, limit: int) -> list[Node]:
     """`_nodes`, and none if the row's automaton raises: the row then fails when its tokens are chosen."""
     try:
         return _nodes(row, candidates, r, limit)
@@ -235,15 +207,15 @@ def _isolated(row: Row, candidates: StepCandidates | None, r: int | None, limit:
         return []
 
 
-def _nodes(row: Row, candidates: StepCandidates | None, r: int | None, limit: int) -> list[Node]:
-    """Nodes of one row, grown in Python from row r of `candidates`, if any; an automaton restricts their tokens."""
-    slots = NO_SLOTS if candidates is None or r is None else candidates.row_slots(r)
-    follow, deepest = choices_of(slots), len(slots.tokens)
+def _nodes(row: Row, candidates: StepCandidates | None, r: int, limit: int) -> list[Node]:
+    """Nodes of row r, grown in Python; an automaton restricts their tokens."""
+    slots = NO_SLOTS if candidates is None else candidates.row_slots(r)
+    follow, max_depth = choices_of(slots), len(slots.tokens)
     if row.automaton is not None:
         follow = allowed(row.automaton, slots)
-        deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
-    nodes = islice(best_first(follow, deepest, is_chain=not row.is_tree), limit)
-    if candidates is None or r is None:
+        max_depth = min(row.max_depth, MAX_DEPTH) if row.is_tree else row.max_depth
+    nodes = islice(best_first(follow, max_depth, is_chain=not row.is_tree), limit)
+    if candidates is None or not slots.tokens:
         return list(nodes)
     start = int(candidates.lists.firsts[r]) * candidates.lists.next_lists[0].size
     return [node if node.choice_index < 0 else _indexed(node, start, candidates.lists) for node in nodes]
@@ -279,24 +251,23 @@ def verified(
     tokens_of = {step.request_id: step.tokens for step in steps}
     on_path: Array = np.zeros((num, most + 1), dtype=bool)
     emitted = np.full((num, most + 1), -1)
-    for g, slot in enumerate(grown.slots):
-        is_observed = rows[slot].adapts and rows[slot].automaton is None
-        if is_observed and (tokens := tokens_of.get(rows[slot].request_id)):
-            on_path[g, paths[slot]] = True
-            emitted[g, : len(tokens)] = tokens
+    for r, row in enumerate(rows):
+        if row.adapts and row.automaton is None and (tokens := tokens_of.get(row.request_id)):
+            on_path[r, paths[r]] = True
+            emitted[r, : len(tokens)] = tokens
     # 2. Nodes whose parent is on the accepted path, by source.
-    row, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
-    seen = on_path[row, grown.indices[row, nodes.parents]] & taken
-    right = np.equal(nodes.tokens, emitted[row, nodes.depths - 1])
+    index, taken = np.arange(num)[:, None], np.arange(most) < grown.sizes[:, None]
+    seen = on_path[index, grown.indices[index, nodes.parents]] & taken
+    right = np.equal(nodes.tokens, emitted[index, nodes.depths - 1])
     is_looked_up = taken & (nodes.path_index >= 0)
     has_path = np.logical_or.reduce(is_looked_up, axis=1, keepdims=True)
     looked_up, drafted = seen & is_looked_up, seen & (nodes.choice_index >= 0) & ~has_path
     # 3. Inputs of the path regression.
     path_index = nodes.path_index[looked_up]
     path_inputs: tuple[Array, Array] = np.zeros((0, len(OF_PATH))), np.zeros(0, dtype=int)
-    if candidates is not None and candidates.lists.inputs is not None and candidates.drawn is not None:
-        inputs, drawn = candidates.lists.inputs, candidates.drawn
-        path_inputs = inputs.reshape(-1, len(OF_PATH))[path_index], drawn[path_index // inputs.shape[1]]
+    if candidates is not None and candidates.lists.inputs is not None and candidates.sampled is not None:
+        inputs, sampled = candidates.lists.inputs, candidates.sampled
+        path_inputs = inputs.reshape(-1, len(OF_PATH))[path_index], sampled[path_index // inputs.shape[1]]
     return VerifiedNodes(
         nodes.choice_index[drafted], nodes.num_later[drafted], right[drafted], *path_inputs, right[looked_up]
     )

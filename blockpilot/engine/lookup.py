@@ -28,11 +28,11 @@ class Lookup:
         return self._index.num_bytes if self._index is not None else 0
 
     def paths(
-        self, rows: Sequence[Row], drawn: Array, most: int, cut: Callable[[Paths], Paths | None]
+        self, rows: Sequence[Row], sampled: Array, most: int, cut: Callable[[Paths], Paths | None]
     ) -> Paths | None:
         """Paths of rows [R], at most `most` tokens each, cut by `cut`; None if there are none.
 
-        drawn [R]: 1 for rows with a temperature above 0, 0 for greedy ones.
+        sampled [R]: 1 for rows with a temperature above 0, 0 for greedy ones.
         """
         indices = [r for r, row in enumerate(rows) if row.looks_up]
         if not indices or self._index is None or most < 1:
@@ -41,11 +41,13 @@ class Lookup:
         if matches is None:
             return None
         # Cut at each row's limit here, and by the controller (`cut`) where the rest is too improbable.
-        sizes = [min(size, max(0, rows[r].deepest)) for r, size in zip(indices, matches.sizes.tolist(), strict=True)]
+        sizes = [
+            min(size, max(0, rows[r].max_depth)) for r, size in zip(indices, matches.sizes.tolist(), strict=True)
+        ]
         if not any(sizes):
             return None
         tokens, cut_sizes, inputs = _spread([matches.paths, np.array(sizes), matches.known], indices, len(rows))
-        return cut(Paths(tokens, cut_sizes, inputs, drawn, np.zeros(len(rows))))
+        return cut(Paths(tokens, cut_sizes, inputs, sampled, np.zeros(len(rows))))
 
     def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches | None:
         """Matches of the rows' texts, after their new tokens are added to the index; None if there are none."""

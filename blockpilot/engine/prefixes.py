@@ -66,7 +66,7 @@ class Prefixes:
             if row.can_draft:
                 self._draft.load(self._pages[key].number, slot, i * PAGE)
         self._touch(keys)
-        row.num_reused = row.num_cached = row.num_drafted_from = len(keys) * PAGE
+        row.num_reused = row.num_cached = row.num_draft_cached = len(keys) * PAGE
 
     def keep(self, rows: Sequence[Row], steps: Sequence[Step]) -> None:
         """Cache the texts of rows, in slots 0 .. R - 1, whose prompt or answer is complete after these steps."""

@@ -29,10 +29,8 @@ class Row:
     """Prompt tokens in the target's cache, during prefill."""
     num_reused: int = 0
     """Prompt tokens that came from the prefix cache."""
-    block_size: int = 0
-    """Fixed block size; 0 until it is fixed, and for rows that adapt."""
-    adapts: bool = False
-    """The controller chooses at every step what is drafted and verified."""
+    block_size: int | None = None
+    """Fixed block size; None: the controller chooses at every step what is drafted and verified."""
     automaton: Automaton | None = None
     """Automaton of the request's constraint."""
     processor: LogitsProcessor | None = None
@@ -43,11 +41,11 @@ class Row:
     """Log probabilities of the prompt's tokens so far, if requested."""
     can_draft: bool = True
     """True if the draft may run for this row; its cache then holds the tokens before the pending ones below."""
-    num_drafted_from: int = 0
+    num_draft_cached: int = 0
     """Tokens in the draft's cache."""
     features: list[Tensor] = field(default_factory=list)
     """Target features [n, F] of the pending tokens: accepted ones that are not in the draft's cache yet."""
-    following: list[int] = field(default_factory=list)
+    next_tokens: list[int] = field(default_factory=list)
     """The token after each pending token."""
     finished: bool = False
     failed: bool = False
@@ -63,6 +61,11 @@ class Row:
         return len(self.tokens) - self.num_cached
 
     @property
+    def adapts(self) -> bool:
+        """True if the row has no fixed block size: the controller chooses."""
+        return self.block_size is None
+
+    @property
     def is_tree(self) -> bool:
         return self.request.layout == "tree" or (self.request.layout == "auto" and self.adapts)
 
@@ -73,27 +76,34 @@ class Row:
         return wanted and self.block_size != 1
 
     @property
-    def deepest(self) -> int:
+    def max_depth(self) -> int:
         """Maximum drafted tokens that the next step can accept: with the bonus token they reach the limit."""
         return self.limit - len(self.tokens) - 1
 
     @property
     def next_block_size(self) -> int:
-        """Maximum tokens that the next step verifies, given a fixed block size and the limit."""
+        """Maximum tokens that the next step of a row of fixed block size verifies, given the limit."""
+        assert self.block_size is not None
         left = self.limit - len(self.tokens)
         return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
 
-    def most_depth(self, deepest: int) -> int:
-        """Maximum positions that the next step may draft: 0 if a constraint forces all of them."""
-        depth = max(0, min(deepest, self.deepest))
+    def draftable_depth(self, draft_depth: int) -> int:
+        """Maximum positions that the draft, of maximum depth `draft_depth`, may propose tokens for in the next step.
+
+        0 if a constraint forces all of them.
+        """
+        depth = max(0, min(draft_depth, self.max_depth))
         return 0 if self._is_forced(depth) else depth
 
-    def next_depth(self, deepest: int) -> int:
-        """Positions that the draft proposes tokens for in the next step; at most `deepest` for a tree."""
+    def fixed_depth(self, draft_depth: int) -> int:
+        """Positions that the draft proposes tokens for in the next step of a row of fixed block size.
+
+        At most `draft_depth` for a tree.
+        """
         if not self.can_draft:
             return 0
         depth = min(self.next_block_size, self.limit - len(self.tokens)) - 1
-        depth = min(depth, deepest) if self.is_tree else depth
+        depth = min(depth, draft_depth) if self.is_tree else depth
         return 0 if self._is_forced(depth) else depth
 
     def _is_forced(self, depth: int) -> bool:
@@ -184,15 +194,15 @@ class Row:
         if num is None:
             return
         self.prompt_logprobs = self.prompt_logprobs or [None]
-        following = self.tokens[first : first + len(hidden)]
-        for start in range(0, len(following), HEAD_ROWS):  # logits of a whole prompt would not fit
-            chunk = following[start : start + HEAD_ROWS]
+        next_tokens = self.tokens[first : first + len(hidden)]
+        for start in range(0, len(next_tokens), HEAD_ROWS):  # logits of a whole prompt would not fit
+            chunk = next_tokens[start : start + HEAD_ROWS]
             self.prompt_logprobs += logprobs_of(chunk, head(hidden[start : start + len(chunk)]), num)
 
     def restart(self) -> None:
         """Forget a prefill that is not complete."""
-        self.num_cached = self.num_reused = self.num_drafted_from = 0
-        self.features, self.following, self.prompt_logprobs = [], [], []
+        self.num_cached = self.num_reused = self.num_draft_cached = 0
+        self.features, self.next_tokens, self.prompt_logprobs = [], [], []
 
 
 def num_fixed(rows: Sequence[Row]) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, ObservedChoices, Proposal, logistic
 from blockpilot.control.choose import Trees, seconds_of_more
-from blockpilot.control.controller import Controller, Planned
+from blockpilot.control.controller import Controller, DepthPlan, Planned
 from blockpilot.control.cost import Load, StepPrice, passes
 from blockpilot.drafts.choices import draft_probs
 from blockpilot.native.growing import NUM_CONTEXTS
@@ -17,8 +17,8 @@ class DepthController(Controller):
     For requests of layout "chain".
     """
 
-    def select(self, trees: Trees, drafted: Load) -> Array:
-        super().select(trees, drafted)
+    def select(self, trees: Trees, rates: Array, drafted: Load) -> Array:
+        super().select(trees, rates, drafted)
         return trees.nodes.num
 
 
@@ -29,31 +29,29 @@ class WholeDraft(Controller):
     spent on the most probable tokens.
     """
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        super().plan(rows, other_load)  # sets the rate that nodes are selected by
-        return rows.deepest
+    def plan(self, rows: Planned, other_load: Load) -> DepthPlan:
+        return super().plan(rows, other_load)._replace(depths=rows.max_depths)
 
 
 class LookupAlone(Controller):
     """Prompt lookup without a draft: vLLM's ngram, but only nodes with an expected gain are verified."""
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        super().plan(rows, other_load)
-        return np.zeros_like(rows.deepest)
+    def plan(self, rows: Planned, other_load: Load) -> DepthPlan:
+        return super().plan(rows, other_load)._replace(depths=np.zeros_like(rows.max_depths))
 
 
 class LookupOrDraft(Controller):
     """Prompt lookup for rows whose text has a match, the draft for the others: the priorities of llama.cpp."""
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        depths = super().plan(rows, other_load)
-        return np.where(rows.kinds > 1, 0, depths)
+    def plan(self, rows: Planned, other_load: Load) -> DepthPlan:
+        plan = super().plan(rows, other_load)
+        return plan._replace(depths=np.where(rows.kinds > 1, 0, plan.depths))
 
 
 class TreeBudget(WholeDraft):
     """CaDDTree (arXiv 2606.01813): a node budget for each row's tree, chosen as if the row were alone."""
 
-    def select(self, trees: Trees, drafted: Load) -> Array:
+    def select(self, trees: Trees, rates: Array, drafted: Load) -> Array:
         nodes, row_drafted = trees.nodes, drafted.num_drafted // max(drafted.rows, 1)
         alone = Load(1, row_drafted, num_passes=passes([row_drafted], self.price.is_sequential))
         return np.array([_best_budget(tree, self.price, alone) for tree in nodes.chances * nodes.grown])

@@ -20,7 +20,7 @@ import torch
 
 from blockpilot.control.acceptance import AcceptanceModel, Array
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Controller, Planned
+from blockpilot.control.controller import Controller, DepthPlan, Planned
 from blockpilot.control.cost import (
     COEFFICIENTS,
     TILE,
@@ -79,16 +79,14 @@ class _FixedMixture(Controller):
 
     def __init__(self, deepest: int) -> None:
         super().__init__(AcceptanceModel(deepest), follows=False)
-        self._has_draft = deepest > 0
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        super().plan(rows, other_load)  # its time is part of the step cost
-        return np.array([row.depth for row in self.mixture])
+    def plan(self, rows: Planned, other_load: Load) -> DepthPlan:
+        plan = super().plan(rows, other_load)  # its time is part of the step cost
+        return plan._replace(depths=np.array([row.depth for row in self.mixture]))
 
-    def select(self, trees: Trees, drafted: Load) -> Array:
-        super().select(trees, drafted)
-        growing = [row.num_verified for row in self.mixture if row.depth or not self._has_draft]
-        return np.minimum(growing, trees.nodes.num)
+    def select(self, trees: Trees, rates: Array, drafted: Load) -> Array:
+        super().select(trees, rates, drafted)
+        return np.minimum([row.num_verified for row in self.mixture], trees.nodes.num)
 
 
 class _FixedTokens:

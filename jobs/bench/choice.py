@@ -77,26 +77,28 @@ def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Ca
         started = time.perf_counter()
         paths = lookup.paths(rows, sampled, MAX_BLOCK_SIZE - 1, controller.cut_paths) if context else None
         kinds = controller.kinds(sampled, paths)
-        depths = controller.plan(Planned(kinds, max_depths), Load(0)).tolist()
+        plan = controller.plan(Planned(kinds, max_depths), Load(0))
+        depths = plan.depths.tolist()
         seconds = time.perf_counter() - started
         between()  # the draft's pass
         depths = [max(1, depth) for depth in depths]
         candidates = _candidates(log_probs[: sum(depths)])
         started = time.perf_counter()
-        offered = score_candidates(candidates, range(num_rows), [True] * num_rows, depths, controller)
+        offered = score_candidates(candidates, [True] * num_rows, depths, controller)
         if paths is not None:
             offered = merge_paths(offered, paths, controller.model.paths.weights)
-        select = partial(controller.select, drafted=Load(num_rows, sum(depths)))
+        select = partial(controller.select, rates=plan.rates, drafted=Load(num_rows, sum(depths)))
         grown = grow_all(rows, offered, kinds, select, MAX_BLOCK_SIZE - 1)
+        assert grown is not None
         seconds += time.perf_counter() - started
         between()  # the target's
         started = time.perf_counter()
-        trees = dict(zip(grown.slots, grown.trees, strict=True))
-        first = [trees[slot].tokens[:1] if slot in trees else () for slot in range(num_rows)]
+        first = [tree.tokens[:1] for tree in grown.trees]
         emitted, accepted = [(*tokens, 0) for tokens in first], [list(range(1 + len(tokens))) for tokens in first]
         steps = [Step(row.request_id, tokens, 1, 0, None) for row, tokens in zip(rows, emitted, strict=True)]
         outcome = partial(verified, rows, grown, accepted, steps, offered)
-        controller.learn(StepOutcome(Load(num_rows, sum(depths), int(grown.sizes.sum())), verified=outcome), 0.02)
+        load = Load(num_rows, sum(depths), int(grown.sizes.sum()))
+        controller.learn(StepOutcome(load, proposal=offered.proposal, verified=outcome), 0.02)
         for row, tokens in zip(rows, emitted, strict=True):
             row.tokens += tokens
         return seconds + time.perf_counter() - started
@@ -107,9 +109,7 @@ def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Ca
 
 
 def _row(request_id: int) -> Row:
-    row = Row(request_id, Request((0,), 1, Sampling(temperature=1.0)), 1 << 30, [0], None)
-    row.adapts = True
-    return row
+    return Row(request_id, Request((0,), 1, Sampling(temperature=1.0)), 1 << 30, [0], None)
 
 
 def _candidates(log_probs: Array) -> Candidates:

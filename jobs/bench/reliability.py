@@ -62,11 +62,11 @@ class RecordingController(Controller):
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         super().learn(outcome, seconds)
-        if self._proposal is None or outcome.verified is None:
+        if outcome.proposal is None or outcome.verified is None:
             return
         verified = outcome.verified()
         contexts = np.minimum(verified.num_later, NUM_CONTEXTS - 1)
-        chances = self._proposal.chances.reshape(NUM_CONTEXTS, -1)[contexts, verified.choice_index]
+        chances = outcome.proposal.chances.reshape(NUM_CONTEXTS, -1)[contexts, verified.choice_index]
         deciles = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
         for total, weights in zip(self._sums, (None, chances, verified.right), strict=True):
             total += np.bincount(deciles, weights, NUM_BINS)

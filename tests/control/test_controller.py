@@ -10,9 +10,9 @@ from blockpilot.control.choose import Drafting, best_drafting, choose_nodes, pla
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
+    LEARN_EVERY,
     NUM_EARLY,
     PROBE_EVERY,
-    SHARE_OF_LATER,
     UPDATE_EVERY,
     Controller,
     Planned,
@@ -43,8 +43,10 @@ def run(
     """Depths and numbers of verified nodes of one row's steps, which take `seconds`, or as the first price says."""
     steps, first = list[list[int]](), controller.price
     for _ in range(num_steps):
-        depth = int(controller.plan(greedy(1), ALONE)[0])
-        taken = int(controller.select(trees_to_select([chances[:depth]]), Load(1, depth))[0]) if depth else 0
+        plan = controller.plan(greedy(1), ALONE)
+        depth, taken = int(plan.depths[0]), 0
+        if depth:
+            taken = int(controller.select(trees_to_select([chances[:depth]]), plan.rates, Load(1, depth))[0])
         load = Load(1, depth, taken)
         controller.learn(StepOutcome(load), first.seconds(load) if seconds is None else seconds)
         steps.append([depth, taken])
@@ -57,7 +59,7 @@ def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
     plans = plan_rows(model.expected(), 3, PRICE, other_load)
     drafting = best_drafting(plans, kinds, most, PRICE, other_load)
     assert drafting.saved_s > 0
-    depths = Controller(model, PRICE).plan(Planned(kinds, most), other_load)
+    depths = Controller(model, PRICE).plan(Planned(kinds, most), other_load).depths
     assert depths.tolist() == drafting.depths.tolist()
     assert depths.tolist()[1:] == [1, 0]
     assert depths[0] > 1
@@ -67,10 +69,11 @@ def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
     """Long-run rate, not that of the current step: poor candidates are no reason to verify worse ones."""
     controller = controller_of(price(token_s=0.2))
     rate = plan_rows(controller.model.expected(), 1, controller.price, ALONE).rate[0]
-    depth = int(controller.plan(greedy(1), ALONE)[0])
+    plan = controller.plan(greedy(1), ALONE)
+    drafted = Load(1, int(plan.depths[0]))
     trees = trees_to_select([[rate * 0.2 + 0.01, rate * 0.2 - 0.01]])
-    assert controller.select(trees, Load(1, depth)).tolist() == [1]
-    assert choose_nodes(trees, controller.price, Load(1, depth), np.array([1.0])).tolist() == [2]
+    assert controller.select(trees, plan.rates, drafted).tolist() == [1]
+    assert choose_nodes(trees, controller.price, drafted, np.array([1.0])).tolist() == [2]
 
 
 def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
@@ -79,14 +82,14 @@ def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
     carried, other = NUM_KINDS - 2, 0
     for _ in range(100):
         kinds = np.array([carried, other])
-        depths = controller.plan(Planned(kinds, np.full(2, DEEPEST)), ALONE)
+        depths, rates = controller.plan(Planned(kinds, np.full(2, DEEPEST)), ALONE)
         trees = trees_to_select([[0.99] * 4, [0.8, 0.6, 0.4, 0.3][: int(depths[1])]])
         trees.nodes.path_index[0] = 0  # the first row's nodes are of a path
-        controller.select(trees._replace(kinds=kinds, drafted=depths), Load(2, int(depths.sum())))
+        controller.select(trees._replace(kinds=kinds, drafted=depths), rates, Load(2, int(depths.sum())))
         controller.learn(StepOutcome(Load(2, int(depths.sum()), 4)), 1.0)
     controller._spare_s = 0.0  # no exploration is due
-    assert controller.plan(Planned(np.array([carried]), np.full(1, DEEPEST)), ALONE).tolist() == [0]
-    assert controller.plan(Planned(np.array([other]), np.full(1, DEEPEST)), ALONE)[0] > 0
+    assert controller.plan(Planned(np.array([carried]), np.full(1, DEEPEST)), ALONE).depths.tolist() == [0]
+    assert controller.plan(Planned(np.array([other]), np.full(1, DEEPEST)), ALONE).depths[0] > 0
 
 
 def test_what_drafts_add_moves_the_plan() -> None:
@@ -158,14 +161,14 @@ def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.Monk
     function_name = "blockpilot.control.controller.best_drafting"
     monkeypatch.setattr(function_name, lambda *_: Drafting(np.array(shallow), 1.0))
     controller = controller_of()
-    plans = [controller.plan(greedy(2), ALONE).tolist() for _ in range(4 * EXPLORE_EVERY)]
+    plans = [controller.plan(greedy(2), ALONE).depths.tolist() for _ in range(4 * EXPLORE_EVERY)]
     assert [i for i, depths in enumerate(plans, start=1) if depths != [1, 1]] == [4, 8, 12, 16]
     assert plans[EXPLORE_EVERY - 1 :: EXPLORE_EVERY] == [[1, 4], [4, 1]] * 2
     sequential = controller_of(price(launch_s=0.1, is_sequential=True))
-    assert all(sequential.plan(greedy(2), ALONE).tolist() == [1, 1] for _ in range(4 * EXPLORE_EVERY))
+    assert all(sequential.plan(greedy(2), ALONE).depths.tolist() == [1, 1] for _ in range(4 * EXPLORE_EVERY))
     shallow[:] = [0, 0]
     plain = controller_of()
-    assert not any(plain.plan(greedy(2), ALONE).any() for _ in range(4 * EXPLORE_EVERY))
+    assert not any(plain.plan(greedy(2), ALONE).depths.any() for _ in range(4 * EXPLORE_EVERY))
 
 
 def test_deep_drafts_come_back_while_shallow_ones_go_on() -> None:
@@ -194,9 +197,10 @@ def test_without_a_measured_cost_drafting_stops_where_it_is_dear(launch_s: float
     dear = price(base_s=0.01, launch_s=launch_s, slot_s=1e-4, token_s=1e-3)
     controller, drafted = Controller(AcceptanceModel(DEEPEST)), list[bool]()
     for _ in range(400):
-        depth = int(controller.plan(greedy(1), ALONE)[0])
+        depths, rates = controller.plan(greedy(1), ALONE)
+        depth = int(depths[0])
         trees = trees_to_select([[0.8, 0.6, 0.4, 0.3][:depth]])
-        load = Load(1, depth, int(controller.select(trees, Load(1, depth))[0]) if depth else 0)
+        load = Load(1, depth, int(controller.select(trees, rates, Load(1, depth))[0]) if depth else 0)
         controller.learn(StepOutcome(load), dear.seconds(load))
         drafted.append(depth > 0)
     assert drafted[0]
@@ -226,18 +230,20 @@ def test_drafts_come_back_after_texts_that_they_fail_in(of: StepPrice | None) ->
 
 def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted() -> None:
     controller = controller_of(kind=DepthController)
-    depth = int(controller.plan(greedy(1), ALONE)[0])
-    assert controller.select(trees_to_select([[0.5, 1e-3, 1e-6][:depth]]), Load(1, depth)).tolist() == [min(depth, 3)]
+    depths, rates = controller.plan(greedy(1), ALONE)
+    depth = int(depths[0])
+    trees = trees_to_select([[0.5, 1e-3, 1e-6][:depth]])
+    assert controller.select(trees, rates, Load(1, depth)).tolist() == [min(depth, 3)]
 
 
 def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
     """Forced nodes are not observed, of a row that drafted one position and of one that drafted none."""
     controller = controller_of(price(launch_s=0.01))
     before = controller.model.expected().counts[0, 1:]
-    controller.plan(greedy(2), ALONE)
+    rates = controller.plan(greedy(2), ALONE).rates
     trees = trees_to_select([[1.0, 1.0, 1.0], [1.0, 1.0]])
     trees.nodes.choice_index[0, 1:], trees.nodes.choice_index[1] = -1, -1
-    controller.select(trees._replace(drafted=np.array([1, 0])), Load(2, 1))
+    controller.select(trees._replace(drafted=np.array([1, 0])), rates, Load(2, 1))
     for _ in range(UPDATE_EVERY):
         controller.plan(greedy(1), ALONE)
     after = controller.model.expected().counts[0, 1:]
@@ -249,10 +255,10 @@ def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
 def test_later_steps_are_learned_from_by_one_in_some() -> None:
     """All of the first steps are learned from; outcomes that are not learned from are not computed."""
     controller, learned = controller_of(), list[int]()
-    for step in range(NUM_EARLY + 10 * UPDATE_EVERY * SHARE_OF_LATER):
+    for step in range(NUM_EARLY + 10 * UPDATE_EVERY * LEARN_EVERY):
         outcomes = partial(lambda step: learned.append(step) or NOTHING_VERIFIED, step)
         controller.learn(StepOutcome(Load(1, 1, 1), verified=outcomes), 1.0)
     assert learned[:NUM_EARLY] == list(range(NUM_EARLY))
-    later = list(range(NUM_EARLY + SHARE_OF_LATER - 1, step + 1, SHARE_OF_LATER))
+    later = list(range(NUM_EARLY + LEARN_EVERY - 1, step + 1, LEARN_EVERY))
     assert 0 <= len(later) - len(learned[NUM_EARLY:]) < UPDATE_EVERY  # these wait for an update
     assert learned[NUM_EARLY:] == later[: len(learned) - NUM_EARLY]

@@ -23,7 +23,7 @@ from helpers.trees import grown_of, nodes_of, tree_of
 NUM_TOKENS = 40
 
 
-def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Sequence[int] = ()) -> StepCandidates:
+def random_offer(draws: np.random.Generator, depths: Sequence[int]) -> StepCandidates:
     """Up to 5 choices of every slot after up to 3 others; many of their probabilities are equal, some are 0."""
     num, lists, k, laters = sum(depths), *(int(draws.integers(1, most)) for most in (4, 6, 4))
     chances = -np.sort(-draws.integers(0, 9, (laters, num, lists, k)) / 8, axis=-1)
@@ -32,7 +32,7 @@ def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Seque
     tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k].copy()
     ends, drafted = np.cumsum(np.array(depths, dtype=int)), np.array(depths, dtype=int)
     lists = Lists(ends - depths, drafted, tokens, chances, next_lists)
-    return StepCandidates(slots or range(len(depths)), drafted, lists, unknown=-1)
+    return StepCandidates(drafted, lists, unknown=-1)
 
 
 def slow(candidates: StepCandidates, r: int, widest: int, most: int) -> list[Node]:
@@ -60,8 +60,7 @@ class AskedRow(NamedTuple):
 
 def row_of(row_spec: AskedRow) -> Row:
     request = Request((1,), 100, block_size=row_spec.block_size, layout=row_spec.layout)
-    adapts = row_spec.block_size is None
-    return Row(0, request, 101, [1], None, block_size=row_spec.block_size or 0, adapts=adapts)
+    return Row(0, request, 101, [1], None, block_size=row_spec.block_size)
 
 
 ASKED = st.builds(AskedRow, st.sampled_from(["auto", "chain", "tree"]), st.none() | st.integers(2, 12))
@@ -76,9 +75,8 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
     """Trees and chains, of rows that adapt and of fixed size; some draft nothing."""
     draws = np.random.default_rng(seed)
     rows = [row_of(row_spec) for row_spec, _ in row_specs]
-    drafting_slots = [slot for slot, (_, depth) in enumerate(row_specs) if depth]
-    depths, most = [row_specs[slot][1] for slot in drafting_slots], int(draws.integers(11, 32))
-    candidates = random_offer(draws, depths, drafting_slots) if depths else None
+    depths, most = [depth for _, depth in row_specs], int(draws.integers(11, 32))
+    candidates = random_offer(draws, depths) if any(depths) else None
     shown = list[list[float]]()
     sizes = draws.integers(0, most + 1, len(rows)).tolist()
 
@@ -91,26 +89,24 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
         if by == "Python":
             patch.setattr(growing, "has_functions", lambda: False)
         grown = grow_all(rows, candidates, np.zeros(len(rows), dtype=int), select, most)
-    expected = dict[int, list[Node]]()
-    may_be_taken = list[list[float]]()
-    for index, slot in enumerate(drafting_slots):
-        row = rows[slot]
-        assert candidates is not None
+    if candidates is None:
+        assert grown is None
+        return
+    assert grown is not None
+    expected, may_be_taken = list[list[Node]](), list[list[float]]()
+    for r, row in enumerate(rows):
         limit = most if row.adapts else row.next_block_size - 1
-        nodes = slow(candidates, index, candidates.lists.next_lists.shape[2] if row.is_tree else 1, limit)
+        nodes = slow(candidates, r, candidates.lists.next_lists.shape[2] if row.is_tree else 1, limit)
         if row.adapts:
             may_be_taken.append([node.chance for node in nodes])
             nodes = nodes[: sizes[len(may_be_taken) - 1]]
-        expected[slot] = nodes
+        expected.append([with_token(candidates, node) for node in nodes])
     assert shown == may_be_taken
-    assert nodes_of(grown) == {
-        slot: [with_token(candidates, node) for node in nodes] for slot, nodes in expected.items()
-    }
-    assert list(grown.trees) == [tree_of(nodes) for nodes in nodes_of(grown).values()]
+    assert nodes_of(grown) == expected
+    assert list(grown.trees) == [tree_of(nodes) for nodes in expected]
 
 
-def with_token(candidates: StepCandidates | None, node: Node) -> Node:
-    assert candidates is not None
+def with_token(candidates: StepCandidates, node: Node) -> Node:
     return node._replace(token=int(candidates.lists.tokens.reshape(-1)[node.choice_index]), source=DRAFTED)
 
 
@@ -126,21 +122,19 @@ class Merged(NamedTuple):
     num_later: int
 
 
-def slow_merged(
-    candidates: StepCandidates, r: int, merged_row: int, paths: Paths, slot: int, weights: Array
-) -> dict[Any, Merged]:
-    """Every node with a positive probability, by its path; r, merged_row: its row before and after the merge."""
+def slow_merged(candidates: StepCandidates, r: int, paths: Paths, weights: Array) -> dict[Any, Merged]:
+    """Every node of row r with a positive probability, by its path."""
     draft_slots, lists, nodes = candidates.row_slots(r), candidates.lists, dict[Any, Merged]()
-    path = paths.tokens[slot, : paths.sizes[slot]].tolist()
+    path = paths.tokens[r, : paths.sizes[r]].tolist()
     start, (contexts, width) = int(lists.firsts[r]), lists.next_lists.shape[1:]
 
     def chance_of(depth: int, draft_chance: float | None, rank: int, *, speaks: bool) -> float:
         p = min(max(draft_chance or 0.0, 1e-4), 1 - 1e-4)
         logit = np.log(p / (1 - p)) / 5 if draft_chance is not None else 0.0
         flags = [rank == 0, rank > 0, speaks and rank < 0]
-        length, *match_inputs = paths.known[slot]
+        length, *match_inputs = paths.known[r]
         inputs = np.array([1, np.log2(length + depth) / 5, *match_inputs, depth > 0, logit, *flags], dtype=float)
-        return float(logistic(weights[paths.drawn[slot]] @ inputs))
+        return float(logistic(weights[paths.drawn[r]] @ inputs))
 
     def visit(prefix: tuple[int, ...], after: int, num_later: int, above: float) -> None:
         depth, follows = len(prefix), list(prefix) == path[: len(prefix)]
@@ -158,12 +152,12 @@ def slow_merged(
         for k, choice in choices:
             chance = above * (path_chance if k == rank else chances[k] * left)
             if chance > 0:
-                step = merged_row * paths.tokens.shape[1] + depth if k == rank else -1
+                step = r * paths.tokens.shape[1] + depth if k == rank else -1
                 flat = ((start + depth) * contexts + after) * width + k
                 nodes[*prefix, choice] = Merged(chance, flat, step, num_later)
                 visit((*prefix, choice), draft_slots.next_lists[depth][after][k], num_later + (k > 0), chance)
         if token is not None and rank < 0 and path_chance > 0:
-            step = merged_row * paths.tokens.shape[1] + depth
+            step = r * paths.tokens.shape[1] + depth
             nodes[*prefix, token] = Merged(above * path_chance, -1, step, num_later)
             visit((*prefix, token), candidates.unknown, num_later + 1, above * path_chance)
 
@@ -179,9 +173,8 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
     assert len(OF_PATH) == PATH_INPUTS
     assume(any(size for _, size in sizes))
     draws = np.random.default_rng(seed)
-    drafting = [slot for slot, (depth, _) in enumerate(sizes) if depth]
-    candidates = random_offer(draws, [sizes[slot][0] for slot in drafting], drafting) if drafting else None
-    if candidates is not None:
+    candidates, has_drafted = random_offer(draws, [depth for depth, _ in sizes]), any(depth for depth, _ in sizes)
+    if has_drafted:
         few = candidates.lists.tokens % 6  # so that paths contain them
         few = np.where(few == np.roll(few, 1, axis=-1), few + 10 * (1 + np.arange(few.shape[-1])), few)
         few = few + 100 * np.arange(few.shape[-1]) * (np.arange(few.shape[-1]) > 1)  # unique tokens in a list
@@ -194,22 +187,17 @@ def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, 
     inputs = np.abs(draws.normal(2, 1, (len(sizes), len(OF_MATCH)))) + 1
     paths = Paths(tokens, np.array([size for _, size in sizes]), inputs, draws.integers(0, 2, len(sizes)), inputs)
     weights = draws.normal(0, 1, (2, PATH_INPUTS))
-    merged = merge_paths(candidates, paths, weights)
+    merged = merge_paths(candidates if has_drafted else None, paths, weights)
     rows, room = [row_of(AskedRow("tree", None))] * len(sizes), 400
-    every = nodes_of(grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.nodes.num, room))
-    for slot in range(len(sizes)):
-        nodes = every.get(slot, [])
+    grown = grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.nodes.num, room)
+    assert grown is not None
+    for r, nodes in enumerate(nodes_of(grown)):
         prefixes, nodes_by_path = [()], dict[Any, Merged]()
         for node in nodes:
             prefixes.append((*prefixes[node.parent], node.token))
             assert prefixes[-1] not in nodes_by_path
             nodes_by_path[prefixes[-1]] = Merged(node.chance, node.choice_index, node.path_index, node.num_later)
-        merged_row = merged.slots.index(slot) if slot in merged.slots else -1
-        if slot in drafting and candidates is not None:
-            expected = slow_merged(candidates, drafting.index(slot), merged_row, paths, slot, weights)
-        else:
-            nothing = random_offer(draws, [0], [slot])
-            expected = slow_merged(nothing, 0, merged_row, paths, slot, weights)
+        expected = slow_merged(candidates, r, paths, weights)
         assert nodes_by_path.keys() == expected.keys()
         for prefix, node in nodes_by_path.items():
             assert node.chance == pytest.approx(expected[prefix].chance, rel=1e-6, abs=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Planned
+from blockpilot.control.controller import DepthPlan, Planned
 from blockpilot.control.cost import Load, passes
 from blockpilot.drafts.choices import ConditionalCandidates
 from blockpilot.engine.engine import Engine
@@ -45,13 +45,13 @@ def calls_of(controller: Watched) -> tuple[list[Plan], list[Selection]]:
     """Lists to which every call of a controller is appended."""
     plan, select, plans, selections = controller.plan, controller.select, list[Plan](), list[Selection]()
 
-    def watched_plan(rows: Planned, other_load: Load) -> np.ndarray:
-        depths = plan(rows, other_load)
-        plans.append(Plan(rows, other_load, depths.tolist()))
-        return depths
+    def watched_plan(rows: Planned, other_load: Load) -> DepthPlan:
+        depth_plan = plan(rows, other_load)
+        plans.append(Plan(rows, other_load, depth_plan.depths.tolist()))
+        return depth_plan
 
-    def watched_select(trees: Trees, drafted: Load) -> np.ndarray:
-        sizes = select(trees, drafted)
+    def watched_select(trees: Trees, rates: np.ndarray, drafted: Load) -> np.ndarray:
+        sizes = select(trees, rates, drafted)
         selections.append(Selection(trees, drafted, sizes.tolist()))
         return sizes
 
@@ -90,14 +90,14 @@ class Reader:
             free = [i for i, is_free in zip(ids, adapts, strict=True) if is_free]
             assert plan.beside == Load(len(ids) - len(free), sum(depths), sum(fixed), passes(depths, is_sequential))
             assert plan.rows.kinds.tolist() == [not self.requests[i].sampling.is_greedy for i in free]
-            assert plan.rows.deepest.tolist() == [max(0, min(DEEPEST, self.room(i) - 1)) for i in free]
+            assert plan.rows.max_depths.tolist() == [max(0, min(DEEPEST, self.room(i) - 1)) for i in free]
             planned = list(plan.depths)
             depths = [planned.pop(0) if is_free else depth for depth, is_free in zip(depths, adapts, strict=True)]
         # 2. One pass drafts to these depths; the selected candidates are verified.
         drafting = [index for index, depth in enumerate(depths) if depth]
         assert [draft_pass.depths for draft_pass in drafted] == [[depths[i] for i in drafting]] * bool(drafting)
-        num_passes, free = passes(depths, is_sequential), [index for index in drafting if adapts[index]]
-        assert len(self.selections) == bool(free)
+        num_passes, free = passes(depths, is_sequential), [index for index, is_free in enumerate(adapts) if is_free]
+        assert len(self.selections) == bool(drafting and free)
         for trees, load, sizes in self.selections:
             assert load == Load(len(ids), sum(depths), sum(fixed), num_passes, outcome.num_prompt_tokens)
             assert trees.drafted.tolist() == [depths[index] for index in free]

@@ -49,8 +49,8 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
     texts, held, expected = dict[Row, int](), dict[Row, float](), dict[Row, int]()
     lookup_paths, compared = engine._lookup.paths, list[bool]()
 
-    def watched(rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        row_paths = lookup_paths(rows, drawn, most, lambda paths: paths)
+    def watched(rows: Sequence[Row], sampled: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
+        row_paths = lookup_paths(rows, sampled, most, lambda paths: paths)
         for r, row in enumerate(rows):
             if (before := texts.get(row)) is not None and len(row.tokens) > before and expected[row] >= 0:
                 held[row] = 0.8 * held[row] + 0.2 * (row.tokens[before] == expected[row])
@@ -60,7 +60,7 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
             if not row.looks_up:
                 assert row_paths is None or not row_paths.sizes[r]
                 continue
-            size = min(len(following), row.deepest)
+            size = min(len(following), row.max_depth)
             assert (row_paths.sizes[r] if row_paths is not None else 0) == max(0, size)
             if row_paths is not None and size > 0:
                 assert row_paths.tokens[r, :size].tolist() == following[:size]
@@ -125,7 +125,7 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
                 if source & LOOKED_UP and path[:-1] in reached and len(path) <= len(step.tokens):
                     expected.append(path == step.tokens[: len(path)])
         assert sorted(verified.path_right.tolist()) == sorted(expected)
-        assert not verified.path_drawn.any()
+        assert not verified.path_sampled.any()
         assert (verified.path_inputs[:, 0] == 1).all()
         rights += expected
     assert sum(rights) > 10

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import AcceptanceModel
-from blockpilot.control.controller import Controller, Planned
+from blockpilot.control.controller import Controller, DepthPlan, Planned
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import (
@@ -37,22 +37,21 @@ prices = st.builds(price, base_s=st.floats(0.1, 2), row_s=st.floats(0, 0.2), lau
                    slot_s=st.floats(0, 0.1), token_s=st.floats(0.001, 0.5), tile_s=st.floats(0, 0.1))  # fmt: skip
 
 
-def planned(controller: Controller, num_rows: int, beside: Load) -> list[int]:
-    rows = Planned(np.zeros(num_rows, dtype=int), np.full(num_rows, DEEPEST))
-    depths: list[int] = controller.plan(rows, beside).tolist()
-    return depths
+def plan_of(controller: Controller, num_rows: int, beside: Load) -> DepthPlan:
+    return controller.plan(Planned(np.zeros(num_rows, dtype=int), np.full(num_rows, DEEPEST)), beside)
 
 
 @given(st.lists(falling, min_size=1, max_size=4), prices)
 def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: StepPrice) -> None:
     """The most probable tokens of all rows, in the number with the largest gain at the plan's rate."""
     rival = WholeDraft(Margins(DEEPEST), price)
-    assert planned(rival, len(rows), Load(1)) == [DEEPEST] * len(rows)
+    plan = plan_of(rival, len(rows), Load(1))
+    assert plan.depths.tolist() == [DEEPEST] * len(rows)
     drafted = Load(len(rows) + 1, DEEPEST * len(rows))
-    sizes = rival.select(trees_to_select(rows), drafted).tolist()
+    sizes = rival.select(trees_to_select(rows), plan.rates, drafted).tolist()
     chances = sorted((chance for of_row in rows for chance in of_row), reverse=True)
 
-    def gain(num: int, rate: float = float(rival._rates[0])) -> float:
+    def gain(num: int, rate: float = float(plan.rates[0])) -> float:
         return sum(chances[:num]) - rate * price.seconds(drafted._replace(num_verified=num))
 
     taken = sorted(
@@ -65,8 +64,9 @@ def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: S
 @given(st.lists(falling, min_size=1, max_size=4), prices)
 def test_a_budget_for_every_row_by_itself(rows: list[list[float]], price: StepPrice) -> None:
     rival = TreeBudget(AcceptanceModel(DEEPEST), price)
-    assert planned(rival, len(rows), Load(0)) == [DEEPEST] * len(rows)
-    sizes = rival.select(trees_to_select(rows), Load(len(rows), DEEPEST * len(rows))).tolist()
+    plan = plan_of(rival, len(rows), Load(0))
+    assert plan.depths.tolist() == [DEEPEST] * len(rows)
+    sizes = rival.select(trees_to_select(rows), plan.rates, Load(len(rows), DEEPEST * len(rows))).tolist()
     for of_row, size in zip(rows, sizes, strict=True):
         rates = [(1 + sum(of_row[:num])) / price.seconds(Load(1, DEEPEST, num)) for num in range(len(of_row) + 1)]
         assert rates[size] == pytest.approx(max(rates))
@@ -105,7 +105,7 @@ def test_margins_learn_which_tokens_are_accepted() -> None:
 def test_lookup_alone_never_drafts_and_a_switch_does_where_nothing_matches() -> None:
     rows, cheap = Planned(np.array([0, 2]), np.full(2, DEEPEST)), price(slot_s=0.001, token_s=0.001)
     for rival, depths in ((Controller, [7, 7]), (LookupAlone, [0, 0]), (LookupOrDraft, [7, 0])):
-        assert rival(AcceptanceModel(DEEPEST), cheap).plan(rows, Load(0)).tolist() == depths
+        assert rival(AcceptanceModel(DEEPEST), cheap).plan(rows, Load(0)).depths.tolist() == depths
 
 
 RIVALS: dict[str, tuple[Callable[[int], Controller], Layout]] = {

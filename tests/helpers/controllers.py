@@ -6,7 +6,7 @@ import numpy as np
 
 from blockpilot.control.acceptance import OF_PATH, AcceptanceModel, Array
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import Controller, Planned, StepOutcome, VerifiedNodes
+from blockpilot.control.controller import Controller, DepthPlan, Planned, StepOutcome, VerifiedNodes
 from blockpilot.control.cost import Load, StepPrice
 
 NOTHING_VERIFIED = VerifiedNodes(
@@ -47,10 +47,10 @@ class Told(Watched):
     def turn(self) -> tuple[int, int]:
         return self.turns[len(self.outcomes) % len(self.turns)]
 
-    def plan(self, rows: Planned, other_load: Load) -> Array:
-        super().plan(rows, other_load)
-        return np.minimum(self.turn[0], rows.deepest)
+    def plan(self, rows: Planned, other_load: Load) -> DepthPlan:
+        plan = super().plan(rows, other_load)
+        return plan._replace(depths=np.minimum(self.turn[0], rows.max_depths))
 
-    def select(self, trees: Trees, drafted: Load) -> Array:
-        super().select(trees, drafted)
+    def select(self, trees: Trees, rates: Array, drafted: Load) -> Array:
+        super().select(trees, rates, drafted)
         return np.minimum(self.turn[1], trees.nodes.num)

@@ -71,8 +71,8 @@ def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypat
 
 def slots_of(draft_pass: Pass) -> list[Slots]:
     """Slots of every row, with the draft's own probabilities."""
-    adapts, slots = [False] * len(draft_pass.depths), range(len(draft_pass.depths))
-    candidates = score_candidates(draft_pass.found, slots, adapts, draft_pass.depths, Controller(AcceptanceModel(1)))
+    adapts = [False] * len(draft_pass.depths)
+    candidates = score_candidates(draft_pass.found, adapts, draft_pass.depths, Controller(AcceptanceModel(1)))
     return [candidates.row_slots(r) for r in range(len(draft_pass.depths))]
 
 

@@ -11,9 +11,9 @@ from blockpilot.types import Tree
 
 
 def grown_of(nodes_of_rows: Sequence[Sequence[Node]]) -> GrownTrees:
-    """Grown trees of rows in the first slots, with all nodes selected."""
+    """Grown trees of rows, with all nodes selected."""
     nodes = as_arrays(nodes_of_rows, max(map(len, nodes_of_rows)))
-    return GrownTrees(range(len(nodes_of_rows)), nodes, nodes.num, *trees_of(nodes, nodes.num))
+    return GrownTrees(nodes, nodes.num, *trees_of(nodes, nodes.num))
 
 
 def tree_of(nodes: Sequence[Node]) -> Tree:
@@ -21,12 +21,12 @@ def tree_of(nodes: Sequence[Node]) -> Tree:
     return grown_of([nodes]).trees[0]
 
 
-def nodes_of(grown: GrownTrees) -> dict[int, list[Node]]:
-    """Selected nodes by slot, for every slot with a tree."""
-    nodes_by_slot = dict[int, list[Node]]()
-    for g, (slot, size) in enumerate(zip(grown.slots, grown.sizes.tolist(), strict=True)):
-        nodes_by_slot[slot] = list(map(Node, *(values[g, :size].tolist() for values in grown.nodes[:-1])))
-    return nodes_by_slot
+def nodes_of(grown: GrownTrees) -> list[list[Node]]:
+    """Selected nodes of every row."""
+    nodes_by_row = list[list[Node]]()
+    for r, size in enumerate(grown.sizes.tolist()):
+        nodes_by_row.append(list(map(Node, *(values[r, :size].tolist() for values in grown.nodes[:-1]))))
+    return nodes_by_row
 
 
 def trees_to_select(chances_of_rows: Sequence[Sequence[float]]) -> Trees:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockpilot.control.acceptance import AcceptanceModel
-from blockpilot.control.controller import Planned, StepOutcome, VerifiedNodes
+from blockpilot.control.controller import StepOutcome, VerifiedNodes
 from blockpilot.control.cost import NOMINAL, Load
 from blockpilot.types import Candidates
 from helpers.prices import price
@@ -23,19 +23,16 @@ def test_a_token_counts_in_the_decile_of_its_probability_in_its_step() -> None:
     controller = RecordingController(AcceptanceModel(2), NOMINAL)
     log_probs = torch.tensor([[0.85, 0.1], [0.85, 0.1]]).log()
     candidates = Candidates(torch.tensor([[0, 1], [0, 1]]), log_probs, log_probs, torch.zeros(2, dtype=torch.bool))
-    rows = Planned(np.zeros(1, dtype=int), np.array([2]))
-    controller.plan(rows, Load(0))
     proposal = controller.propose(np.ones(2, dtype=bool), candidates, np.arange(2))
     first, second = proposal.chances[0, 0]
     nodes = VerifiedNodes(np.array([0, 2, 1]), np.array([0, 0, 0]), np.array([True, False, False]), *NO_PATHS)
-    outcome = StepOutcome(Load(1, 2, 3), verified=lambda: nodes)
+    outcome = StepOutcome(Load(1, 2, 3), proposal=proposal, verified=lambda: nodes)
     controller.learn(outcome, 0.1)
     low, high = controller.bins
     assert (low.num_nodes, low.expected, low.accepted) == (1, pytest.approx(second), 0)
     assert (high.num_nodes, high.accepted) == (2, 0.5)
     assert high.expected == pytest.approx((first + proposal.chances[0, 1, 0]) / 2)
-    controller.plan(rows, Load(0))
-    controller.learn(outcome, 0.1)
+    controller.learn(outcome._replace(proposal=None), 0.1)
     assert controller.bins == [low, high]
 
 

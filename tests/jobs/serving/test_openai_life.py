@@ -130,8 +130,8 @@ def test_a_failing_request_ends_alone(
 
     def of_second_row(batch: Batch) -> Scores:
         logits, features = score(batch)
-        if len(batch.trees) == 2:
-            logits[batch.packing.firsts[1]] = math.nan
+        if len(batch.blocks) == 2:
+            logits[batch.blocks[1].choices.start] = math.nan
         return logits, features
 
     survivor = send(app, STREAMED | {"temperature": temperature, "seed": 1})

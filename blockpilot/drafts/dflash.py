@@ -23,6 +23,7 @@ from blockpilot.drafts.blocks import Blocks, KnownContext, KnownLayer, block_mas
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.drafts.options import DraftOptions, parse_options
 from blockpilot.models.cache import num_kv_heads
+from blockpilot.models.decoder import soft_cap
 from blockpilot.models.kernels import outputs
 from blockpilot.models.packing import folded, grouped_attention
 
@@ -199,6 +200,17 @@ class DraftModel(Draft):
         check_layers(options.target_layer_ids, config.num_hidden_layers)
         if not 0 <= mask < config.vocab_size:
             raise ValueError(f"draft mask token {mask}: must be 0 to {config.vocab_size - 1}")
+        if options.soft_cap is not None:
+            check_same("final_logit_softcapping", options.soft_cap, soft_cap(config))
+
+    def embedding(self, target_embeddings: Embed) -> Embed:
+        """Embeddings of the block's tokens: the draft's, or the target's, by the factor that the checkpoint says."""
+        module, scale = self.embed_tokens or target_embeddings, self.options.embedding_scale
+        if scale is None:
+            return module
+        # The weights themselves: the target's module may scale them.
+        unscaled = partial(functional.embedding, weight=module.weight) if isinstance(module, nn.Embedding) else module
+        return lambda tokens: unscaled(tokens) * scale
 
     def make_room(self, embeddings: bool, vocabulary: Tensor | None) -> None:
         """Add frozen embeddings, and a frozen LM head over a vocabulary [K], to be loaded from a checkpoint."""
@@ -259,7 +271,7 @@ class DraftModel(Draft):
         return KnownContext([keys for keys, _ in projected], [values for _, values in projected], rows_each)
 
     def at_anchors(self, blocks: Blocks, context: KnownContext, embed: Embed) -> Tensor:
-        embed = self.embed_tokens or embed
+        embed = self.embedding(embed)
         if self.options.sample_from_anchor:  # one slot less: each predicts the token after its position
             shifted = self._slot_hidden(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embed)
             return shifted.roll(1, dims=1)

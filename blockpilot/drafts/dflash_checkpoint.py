@@ -154,10 +154,13 @@ def _read_vocabulary(path: Path, size: int) -> Tensor | None:
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the published format: config.json, and weights of `dtype` in model.safetensors.
 
-    A separate vocabulary is one more file next to them; codebooks then have the rows of its tokens only.
+    A vocabulary is `d2t` beside the draft's own LM head. Beside the target's it is one more file, and codebooks then
+    have the rows of its tokens only.
     """
     architecture, weights = DFLASH2 if model.options.is_dflash2 else ARCHITECTURE, model.state_dict()
-    if model.vocabulary is not None:
+    if model.vocabulary is not None and model.lm_head is not None:
+        weights["d2t"] = model.vocabulary - torch.arange(len(model.vocabulary), device=model.vocabulary.device)
+    elif model.vocabulary is not None:
         weights |= {name: weights[name][model.vocabulary] for name in CODEBOOKS if name in weights}
         directory.mkdir(parents=True, exist_ok=True)
         write_vocabulary(directory, model.vocabulary)
@@ -255,6 +258,8 @@ def _from_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     if missing := [name for name in ("aux_hidden_state_layer_ids", "mask_token_id") if stored.get(name) is None]:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
     options = {name: stored[name] for name in OWN_OPTIONS if name in stored}
+    # Its embeddings are copies of the target's weights, which a Gemma target scales; trained without the scale.
+    options.setdefault("input_embedding_scale", 1.0)
     options["target_layer_ids"] = [i - 1 for i in stored["aux_hidden_state_layer_ids"]]
     if network.get("model_type") == "llama":  # LlamaConfig fills in missing options
         network = LlamaConfig.from_dict(network).to_dict()
@@ -262,6 +267,17 @@ def _from_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     is_dspark = stored.get("speculators_model_type") == "dspark"
     causal = {"is_causal": False} if stored.get("sliding_window_non_causal", not is_dspark) else {}
     return network | causal | {"model_type": "qwen3", "dflash_config": options}
+
+
+def _token_ids(num: int, size: int, stored: Mapping[str, Tensor]) -> Tensor:
+    """Token ids [num] that an LM head scores, of `size`; ValueError if it is smaller and nothing maps it."""
+    if "d2t" in stored:
+        return torch.arange(num) + stored["d2t"]
+    if "t2d" in stored and num < size:
+        return stored["t2d"].nonzero().flatten()
+    if num < size:
+        raise ValueError(f"LM head of {num} tokens, the target has {size}: neither d2t nor t2d maps them")
+    return torch.arange(num)
 
 
 def take_own(model: DraftModel, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -276,8 +292,8 @@ def take_own(model: DraftModel, stored: Mapping[str, Tensor]) -> dict[str, Tenso
         _logger.warning("the draft's confidence head is not used: the acceptance model takes its place")
     head, size, ids = weights.get("lm_head.weight"), model.config.vocab_size, None
     if head is not None:
-        ids = torch.arange(len(head)) + stored.get("d2t", 0)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < size or len(ids.unique()) < len(ids):
+        ids = _token_ids(len(head), size, stored)
+        if len(ids) != len(head) or not 0 <= int(ids.min()) <= int(ids.max()) < size or len(ids.unique()) < len(ids):
             raise ValueError(f"LM head of {len(head)} tokens: d2t must lead to different ones of 0 to {size - 1}")
         if _MARKOV in weights and len(weights[_MARKOV]) == len(ids):
             every = weights[_MARKOV].new_zeros(size, weights[_MARKOV].shape[1])

@@ -118,8 +118,10 @@ class PreparedDFlash(PreparedDraft):
             self.head = DraftHead.from_target(target, draft.vocabulary, draft.edges)
         else:
             head = prepared(draft, "lm_head")
-            self.head = DraftHead(head, draft.vocabulary, target.config.vocab_size, draft.edges)
-        self._decoder, self._embed = decoder, draft.embed_tokens or target_embeddings
+            self.head = DraftHead(
+                head, draft.vocabulary, target.config.vocab_size, draft.edges, draft.options.soft_cap
+            )
+        self._decoder, self._embed = decoder, draft.embedding(target_embeddings)
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         return self._decoder.new_cache(num_slots, length)

@@ -1,5 +1,6 @@
 """Options of a DFlash checkpoint that Qwen3Config does not have."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ MASK_FILE = "mask_embedding.pt"  # pickled embedding of the mask token: only not
 CONSOLIDATED = "consolidated*"  # copies of the weights in Mistral's format: not loaded
 # Options of newer checkpoints, with the values that leave the network as implemented here.
 _NEUTRAL: dict[str, Any] = {
-    **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0},
+    **{"output_multiplier": 1.0, "logit_scale": 1.0},
     **{"projector_type": "dflash", "hidden_act": "silu", "is_neox_style": True, "attention_value_scale": 1.0},
     **dict.fromkeys(("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "shift_label"), False),
     "quantization_config": None,
@@ -23,7 +24,8 @@ _HEAD_TYPES = "vanilla", "gated"  # of a Markov head
 CAUSAL = ("is_causal", "causal", "causal_head")  # names of one option; the last is JetSpec's (arXiv 2606.18394)
 OWN_OPTIONS = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank", "sample_from_anchor"),
-    *("target_hidden_size", "markov_head_type", *_OF_DFLASH2, *CAUSAL, *_NEUTRAL),
+    *("target_hidden_size", "markov_head_type", "input_embedding_scale", "final_logit_softcapping"),
+    *("swa_window_size", *_OF_DFLASH2, *CAUSAL, *_NEUTRAL),
 )
 
 
@@ -51,6 +53,10 @@ class DraftOptions:
     """A slot proposes the token after its position, so a pass drafts as many tokens as it has slots (DSpark)."""
     causal: bool | None = None
     """Causal mask inside the block; None: only in sliding-window layers."""
+    embedding_scale: float | None = None
+    """Factor of the embeddings as they are stored; None: embedded as by the target, which may scale (Gemma)."""
+    soft_cap: float | None = None
+    """Soft cap of the logits, which must be the target's; None: the checkpoint does not say."""
 
     @property
     def is_dflash2(self) -> bool:
@@ -82,6 +88,7 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
     check_neutral(config.rope_parameters or {}, {"partial_rotary_factor": 1.0})
     if "sliding_attention" in (config.layer_types or ()) and config.sliding_window is None:
         raise ValueError("draft layer_types has sliding_attention without a window in use (sliding_window = None)")
+    check_neutral({"swa_window_size": option("swa_window_size")}, {"swa_window_size": config.sliding_window})
     head_type = option("markov_head_type") or _HEAD_TYPES[0]
     if head_type not in _HEAD_TYPES:
         raise ValueError(
@@ -102,6 +109,8 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
         **parts,
         sample_from_anchor=from_anchor,
         causal=_causal({name: option(name) for name in CAUSAL}),
+        embedding_scale=_positive("input_embedding_scale", option("input_embedding_scale")),
+        soft_cap=_positive("final_logit_softcapping", option("final_logit_softcapping")),
     )
 
 
@@ -110,6 +119,12 @@ def check_neutral(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> Non
     for name, value in neutral.items():
         if options.get(name) not in (None, value):
             raise ValueError(f"draft option {name} = {options[name]}: not supported (only {value})")
+
+
+def _positive(name: str, value: Any) -> float | None:
+    if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+        raise ValueError(f"draft option {name} = {value!r}: must be a positive number")
+    return None if value is None else float(value)
 
 
 def _natural(name: str, value: Any) -> int:

@@ -7,6 +7,7 @@ into a cache directory), its draft from this package's data. Code in checkpoints
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +56,8 @@ _NAMES = {
 }
 """By family, patterns of weight names in multimodal checkpoints, and their replacements in the text model."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OF_LAYER = re.compile(r"model\.layers\.(?!.*inv_freq$)")
+"""Names of a decoder layer's weights. Old checkpoints also have rotary frequencies, which are computed."""
 _SCALES = ("weight_scale", "weight_scale_inv", "proj_scale", "scales", "qweight", "qzeros", "SCB")
 """Ends of the names that scales of quantised weights have. An audio part has other scales: per_dim_scale."""
 
@@ -216,6 +219,11 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
         raise ValueError(f"target {name!r}: {len(missing)} of its weights are not in its files, such as {missing[0]}")
     if scales := sorted(key for key in report["unexpected_keys"] if key.endswith(_SCALES)):
         raise ValueError(f"target {name!r}: quantised weights, with scales such as {scales[0]}: not supported")
+    if unused := sorted(key for key in report["unexpected_keys"] if _OF_LAYER.match(key)):
+        raise ValueError(
+            f"target {name!r}: {len(unused)} weights of its layers are not in the network of its config.json, such as"
+            f" {unused[0]}"
+        )
     return model.eval().requires_grad_(False), tokenizer, checkpoint.revision
 
 

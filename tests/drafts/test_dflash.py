@@ -224,7 +224,12 @@ def test_published_options_are_understood() -> None:
     ("changes", "message"),
     [
         ({"architectures": ["DSpineDraftModel"]}, "DSpineDraftModel.*: supported are DFlashDraftModel"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping = '30': must be a positive number"),
+        ({"dflash_config": PLAIN | {"input_embedding_scale": 0}}, "input_embedding_scale = 0: must be a positive"),
+        (
+            {"dflash_config": PLAIN | {"swa_window_size": 1024}},
+            r"swa_window_size = 1024: not supported \(only None\)",
+        ),
         ({"dflash_config": PLAIN | {"attention_value_scale": 0.7}}, "attention_value_scale = 0.7"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -27,7 +27,7 @@ from helpers.dflash import SlowDFlash, slow_lift
 from helpers.drafts import Proposal, proposals_of
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.published import write_draft
-from helpers.tiny import MASK_ID
+from helpers.tiny import MASK_ID, byte_tokenizer, tiny_gemma4
 from helpers.tiny import SHAPE as OF_TARGET
 
 LAYERS, RANK, SLOTS = [1, 3, 4], 6, 7
@@ -171,9 +171,20 @@ def first_choices(proposal: Proposal) -> list[int]:
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_drafts_are_those_of_a_slow_network(name: str, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
-    """Same chains, and the target's own text."""
-    draft_dir = FORMATS[name](tmp_path / "draft")
-    pair = load_pair(target=tiny_pair_dirs[0], draft=draft_dir, dtype="float32")
+    check_drafts(name, tiny_pair_dirs[0], tmp_path)
+
+
+@torch.inference_mode()
+def test_drafts_of_speculators_embed_without_the_scale_of_a_gemma_target(tmp_path: Path) -> None:
+    tiny_gemma4().save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    check_drafts("speculators dflash", tmp_path / "target", tmp_path)
+
+
+def check_drafts(name: str, target_dir: Path, folder: Path) -> None:
+    """Same chains as by a slow network, and the target's own text."""
+    draft_dir = FORMATS[name](folder / "draft")
+    pair = load_pair(target=target_dir, draft=draft_dir, dtype="float32")
     assert isinstance(pair.draft, DraftModel)
     from_anchor = name.endswith(("7", "anchor", "k")) and name != "speculators dspark"
     has_edges = "dspark" in name or "dflash2" in name
@@ -184,7 +195,7 @@ def test_drafts_are_those_of_a_slow_network(name: str, tiny_pair_dirs: tuple[Pat
         Request(PROMPT[: 3 + 5 * i], 16, Sampling(6.0 * i, seed=9), size, NEVER) for i, size in enumerate(sizes)
     ]
     proposals = proposals_of(Engine(pair, num_slots=2, max_length=64), requests)
-    target, num_bent = AutoModelForCausalLM.from_pretrained(tiny_pair_dirs[0]), 0
+    target, num_bent = AutoModelForCausalLM.from_pretrained(target_dir), 0
     texts = {r.prompt_ids: r.prompt_ids + plain_text(pair, r.prompt_ids, 16, r.sampling) for r in requests}
     for proposal in proposals:
         assert proposal.tokens == texts[proposal.request.prompt_ids][: len(proposal.tokens)]
@@ -230,6 +241,8 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
         save_draft(draft, tmp_path / "saved", dtype=torch.float32)
         loaded = load_draft(tmp_path / "saved")
         assert loaded.options == draft.options
+        assert (loaded.vocabulary is None) == (draft.vocabulary is None), name
+        assert loaded.vocabulary is None or loaded.vocabulary.equal(draft.vocabulary), name
         assert loaded.state_dict().keys() == draft.state_dict().keys()
         assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in draft.state_dict().items())
 
@@ -261,6 +274,7 @@ def test_a_pickled_mask_embedding_is_refused_by_name(tmp_path: Path) -> None:
         (deepspec, {"markov_head_type": "rnn"}, r"markov_head_type = rnn: not supported \(only vanilla, gated\)"),
         (deepspec, {"dflash_config": {"projector_type": "domino"}}, "projector_type = domino: not supported"),
         (deepspec, {"vocab_size": 200}, "LM head of 260 tokens: d2t must lead to different ones of 0 to 199"),
+        (deepspec, {"vocab_size": 300}, "LM head of 260 tokens, the target has 300: neither d2t nor t2d maps them"),
         (speculators, {"aux_hidden_state_layer_ids": None}, "lacks aux_hidden_state_layer_ids"),
         (speculators, {"shift_label": True}, "shift_label = True: not supported"),
         (speculators, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
@@ -280,3 +294,25 @@ def test_a_layer_that_the_target_does_not_have_is_refused(dspark: Pair, tmp_path
     draft = load_draft(deepspec(tmp_path / "draft", target_layer_ids=[-1, 3, 4]))
     with pytest.raises(ValueError, match="draft reads target layer -1: must be 0 to 5"):
         draft.check_fit(dspark.target.config)
+
+
+def test_t2d_alone_maps_a_small_head(tmp_path: Path) -> None:
+    directory = speculators(tmp_path / "draft")
+    weights = load_file(directory / "model.safetensors")
+    expected = load_draft(directory).vocabulary
+    del weights["d2t"]
+    save_file(weights, directory / "model.safetensors")
+    mapped = load_draft(directory).vocabulary
+    assert expected is not None
+    assert mapped is not None
+    assert mapped.equal(expected.sort().values)
+
+
+def test_a_soft_cap_must_be_the_targets(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    """z-lab's drafts of Gemma 4 write the target's cap."""
+    tiny_gemma4().save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    draft = dflash2(tmp_path / "draft", final_logit_softcapping=9.0)
+    assert load_pair(target=tmp_path / "target", draft=draft).has_draft
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        load_pair(target=tiny_pair_dirs[0], draft=draft)

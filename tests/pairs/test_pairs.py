@@ -209,6 +209,30 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path, tiny_pair_d
         load_pair(target=tmp_path, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("model.layers.3.self_attn.q_proj.bias", True),  # attention_bias is missing in config.json
+        ("model.layers.6.mlp.up_proj.weight", True),  # num_hidden_layers is too small
+        ("model.layers.3.self_attn.rotary_emb.inv_freq", False),  # of old checkpoints, computed here
+        ("vision_tower.layers.0.weight", False),
+    ],
+)
+def test_weights_of_layers_that_the_network_does_not_have_are_refused(
+    name: str, refused: bool, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    """transformers would only report them, and compute something else than the checkpoint's network."""
+    shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(48)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if not refused:
+        assert load_pair(target=tmp_path, dtype="float32").target
+        return
+    message = f"target '.*': 1 weights of its layers are not in the network of its config.json, such as {name}"
+    with pytest.raises(ValueError, match=message):
+        load_pair(target=tmp_path, dtype="float32")
+
+
 @pytest.mark.parametrize("sign", ["hf_quant_config.json", "compression_config", "weight_scale", "weight_scale_inv"])
 def test_quantised_weights_are_refused_wherever_files_say_so(
     sign: str, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]

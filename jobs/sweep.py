@@ -247,7 +247,8 @@ def _worker(config: SweepConfig) -> tuple[type[Any], tuple[Any, ...], dict[str, 
     if config.engine == "blockpilot":
         return SweepWorker, (config,), {}
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
-    return VllmSweepWorker, (config.pair, config.vllm, config.slots, settings), config.vllm.actor_options
+    options = config.vllm.actor_options(config.resources.accelerator_type)
+    return VllmSweepWorker, (config.pair, config.vllm, config.slots, settings), options
 
 
 def _needs_price(config: SweepConfig) -> bool:

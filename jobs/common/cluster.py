@@ -87,7 +87,8 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
         return {"num_gpus": 1, "num_cpus": num_cpus, "accelerator_type": accelerator_type}
     if resources.get("GPU", 0) >= 1:
         return {"num_gpus": 1, "num_cpus": num_cpus}
-    variables = {"OMP_NUM_THREADS": str(num_threads(num_cpus))}
+    # Ray leaves GPUs visible that it has not reserved.
+    variables = {"OMP_NUM_THREADS": str(num_threads(num_cpus)), "CUDA_VISIBLE_DEVICES": ""}
     if "GLIBC_TUNABLES" not in os.environ:  # huge pages at the first access: merging small ones takes seconds
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": variables}}

@@ -39,10 +39,9 @@ class VllmSweepOptions(Config):
     max_length: int = Field(default=2048, ge=2)
     """Maximum tokens of prompt and answer together."""
 
-    @property
-    def actor_options(self) -> dict[str, object]:
+    def actor_options(self, accelerator_type: str | None) -> dict[str, object]:
         """Options of the Ray actor that owns the engines; Ray must be running."""
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        has_gpus = accelerator_type is not None or ray.cluster_resources().get("GPU", 0) >= 1
         return {"num_gpus": self.tensor_parallel_size} if has_gpus else {}
 
     @property

@@ -25,7 +25,7 @@ from jobs.export import ExportConfig
 from jobs.export import run as run_export
 from jobs.sweep import SweepConfig, run
 from jobs.sweeping.vllm_engine import VllmPair
-from jobs.sweeping.vllm_worker import batch_sizes, emitted_by_step, price_of_steps
+from jobs.sweeping.vllm_worker import VllmSweepOptions, batch_sizes, emitted_by_step, price_of_steps
 
 ROOT = Path(__file__).parents[2]
 DECODE = """
@@ -76,6 +76,11 @@ def test_a_pair_is_known_without_its_weights(tiny_pair_dirs: tuple[Path, Path], 
     for name in ("id", "vocab_size", "block_size"):
         assert getattr(pair, name) == getattr(tiny_pair, name), name
     assert pair.tokenizer.decode([70, 71]) == tiny_pair.tokenizer.decode([70, 71])
+
+
+def test_an_accelerator_type_reserves_a_gpu_for_every_part_of_the_model() -> None:
+    """Also before the cluster has any GPU, as where the job itself starts the workers."""
+    assert VllmSweepOptions(tensor_parallel_size=4).actor_options("H100") == {"num_gpus": 4}
 
 
 def test_what_vllm_cannot_sweep_is_refused_by_name(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from helpers.processes import Job
 from helpers.servers import ROOT, free_port
+from jobs.common.cluster import actor_options
 from jobs.common.config import ConfigError
 from jobs.serve import ServeConfig
 from jobs.serving import placement
@@ -28,6 +29,15 @@ def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.
     assert replica_cpus(one, (one,), alone=True) == (1, "one core of a cluster")
     with pytest.raises(ConfigError, match="num_actors"):
         ServeConfig(policy="8", resources=ReplicaResources(num_actors=0))
+
+
+def test_an_actor_uses_no_gpu_that_is_not_reserved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a cluster has no GPUs yet when a job starts: Ray would leave those of a new node visible."""
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
+    variables = actor_options(None, 2.0)["runtime_env"]["env_vars"]
+    assert (variables["CUDA_VISIBLE_DEVICES"], variables["OMP_NUM_THREADS"]) == ("", "2")
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
+    assert actor_options(None, 2.0) == {"num_gpus": 1, "num_cpus": 2.0}
 
 
 def test_more_replicas_than_a_machine_has_cores_or_gpus_for_are_refused() -> None:

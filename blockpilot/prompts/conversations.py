@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 TURNS = ("messages", "prompt", "conversations", "conversation", "turns")  # the first one present is used
 TEXTS = ("instruction", "question", "problem", "query")  # a row may have one of them only
 LAST = ("input", "text")  # used only without the others; with one they are a part of the prompt, or the answer
+BELOW = {"instruction": ("input", "context"), "question": ("context",)}
+"""Fields with texts that the field refers to, as in Alpaca, Dolly and SQuAD."""
 PROMPT_FIELDS = (*TURNS, *TEXTS, *LAST)
-FIELDS = (*PROMPT_FIELDS, "body", "system", "system_prompt", "set", "follow_ups")
+FIELDS = (*PROMPT_FIELDS, "body", "context", "system", "system_prompt", "set", "follow_ups")
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -100,9 +102,9 @@ def _turns(name: str, row: Mapping[str, Any]) -> tuple[list[Turn], list[str]]:
     elif isinstance(value, list) or (name in TURNS and name != "prompt"):
         turns = _messages(name, value)
     else:
-        extra = row.get("input") if name == "instruction" else None
-        has_input = isinstance(extra, str) and extra.strip()
-        turns = [Turn("user", f"{_text(value)}\n\n{_text(extra)}" if has_input else _text(value))]
+        extras = [row.get(other) for other in BELOW.get(name, ())]
+        below = [_text(extra) for extra in extras if isinstance(extra, str) and extra.strip()]
+        turns = [Turn("user", "\n\n".join([_text(value), *below]))]
     # A system prompt next to `messages` or `prompt` is ignored, so that unfinished sweeps of such files can resume.
     system = None if name in ("messages", "prompt") else _first(row, "system", "system_prompt")
     if isinstance(system, str) and system.strip() and turns[0].role != "system":

@@ -25,7 +25,7 @@ LOADS = {
 METHODS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "best fixed block size": ("#9ecae1", lambda method: method == "AR" or method.startswith("B=")),
     "best fixed tree": ("#4292c6", lambda method: method.startswith("tree") and "lookup" not in method),
-    "with lookup": ("#08519c", lambda method: method.startswith("tree") and "lookup" in method),
+    "tree with lookup": ("#08519c", lambda method: method.startswith("tree") and "lookup" in method),
     "lookup alone": ("#fdae6b", lambda method: method == "lookup alone"),
     "BlockPilot": ("#2a9d4e", lambda method: method == "untrained"),
 }

@@ -182,7 +182,7 @@ PARTS = [
         ({"instruction": "Why?", "input": "", "output": "So.", "text": "Why? So."}, (WHY,), ()),  # Alpaca
         ({"instruction": "Add.", "input": "1, 2", "output": "3"}, (("user", "Add.\n\n1, 2"),), ()),
         ({"instruction": "Who?", "context": "A did.", "response": "A"}, (("user", "Who?\n\nA did."),), ()),  # Dolly
-        ({"question": "Who?", "context": "A did.", "answers": {"text": ["A"]}}, (("user", "Who?\n\nA did."),), ()),  # SQuAD
+        ({"question": "Who?", "context": "A did.", "answers": ["A"]}, (("user", "Who?\n\nA did."),), ()),  # SQuAD
         ({"instruction": "Why?", "context": " "}, (WHY,), ()),
         ({"query": "Why?"}, (WHY,), ()),
         ({"task_id": 1, "text": "Why?", "code": "pass"}, (WHY,), ()),

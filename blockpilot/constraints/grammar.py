@@ -28,8 +28,7 @@ class Grammar(NamedTuple):
 
     def compiled_from(self) -> str:
         """The grammar in llguidance's format; raises ValueError if the source is too long or invalid."""
-        if (size := len(self.source.encode())) > MAX_BYTES:
-            raise ValueError(f"grammar of {size} bytes: at most {MAX_BYTES} are compiled")
+        _check_size(len(self.source.encode()))
         if self.kind != "json":
             return grammar_from(self.kind, self.source)
         return LLMatcher.grammar_from_json_schema(self.source, overrides=self.spacing)
@@ -40,11 +39,22 @@ class Grammar(NamedTuple):
         return SEPARATORS if self.white_space is None else {"whitespace_pattern": self.white_space}
 
 
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"grammar of {num_bytes} bytes: at most {MAX_BYTES} are compiled")
+
+
 def schema_grammar(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
-    """Grammar of JSON texts valid under a schema; raises ValueError for integers that llguidance would round."""
-    prepared_schema = prepared(dict(schema))
-    check_exact(prepared_schema)
-    return Grammar("json", json.dumps(prepared_schema), white_space)
+    """Grammar of JSON texts valid under a schema; raises ValueError for integers that llguidance would round, and for
+    a schema that is too long or nested too deeply.
+    """
+    try:
+        _check_size(len(json.dumps(schema)))  # before work that grows with it
+        prepared_schema = prepared(dict(schema))
+        check_exact(prepared_schema)
+        return Grammar("json", json.dumps(prepared_schema), white_space)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
 
 
 def choice_grammar(texts: Sequence[str]) -> Grammar:

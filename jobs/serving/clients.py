@@ -60,8 +60,11 @@ def _key(http: HttpRequest) -> str:
 
 def api_keys(file: Path | None) -> ApiKeys:
     """Keys of a file, one per line; without a file, of the environment. Raises ValueError for a file without keys."""
-    lines = file.read_text().splitlines() if file else [environment_key() or ""]
-    keys = tuple(line.strip() for line in lines if line.strip())
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines() if file else [environment_key() or ""]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"api_key_file {file}: not UTF-8 ({error})") from None
+    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))  # a client is a key
     if file and not keys:
         raise ValueError(f"api_key_file {file}: has no key; one per line is needed")
     return ApiKeys.of(keys)

@@ -111,6 +111,11 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     file = tmp_path / "keys"
     file.write_text("two\n\n  three  \n")
     assert api_keys(file) == ApiKeys.of(("two", "three"))
+    file.write_text("two\nthree\ntwo\n", encoding="utf-8-sig")  # with a byte order mark, and a key twice
+    assert api_keys(file) == ApiKeys.of(("two", "three"))
+    file.write_text("two\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"keys: not UTF-8"):
+        api_keys(file)
     file.write_text("\n")
     with pytest.raises(ValueError, match=r"keys: has no key; one per line"):
         api_keys(file)

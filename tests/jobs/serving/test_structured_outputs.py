@@ -109,6 +109,7 @@ def test_log_probabilities_stay_the_targets_own(client: ApiClient) -> None:
         ({"response_format": schema_format({"enum": [175928847299117063]})}, "enum: [175928847299117063] "),
         ({"response_format": schema_format({"items": {"minimum": 2**53 + 1}})}, f"items.minimum: {2**53 + 1} "),
         ({"structured_outputs": {"json": json.dumps({"maximum": 2**64})}}, f"maximum: {2**64} "),
+        ({"structured_outputs": {"json": '{"const": ' + "[" * 600 + "]" * 600 + "}"}}, "is nested too deeply"),
         ({"structured_outputs": {"json": "{"}}, "grammar: "),
         ({"structured_outputs": {"regex": "(a"}}, "grammar: "),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "nothing"),
